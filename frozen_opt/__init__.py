@@ -1,0 +1,46 @@
+"""Freeze chosen parameters of a model by config, before its optimizer is built, and prove it."""
+
+from frozen_opt.backends import Backend, register_backend
+from frozen_opt.config import read_patterns
+from frozen_opt.decorator import freezing_hook, with_freezing
+from frozen_opt.errors import (
+    FreezeConfigError,
+    FreezingError,
+    FrozenParameterInOptimizerError,
+    NothingTrainableError,
+    UnmatchedPatternError,
+    UnsupportedBackendError,
+)
+from frozen_opt.names import (
+    named_parameters,
+    register_wrapper,
+    trainable_named_parameters,
+    trainable_parameters,
+)
+from frozen_opt.plan import FreezePlan, freeze_parameters, plan_freezing
+from frozen_opt.report import FreezeReport, metrics, report, reset
+
+__all__ = [
+    "Backend",
+    "FreezeConfigError",
+    "FreezePlan",
+    "FreezeReport",
+    "FreezingError",
+    "FrozenParameterInOptimizerError",
+    "NothingTrainableError",
+    "UnmatchedPatternError",
+    "UnsupportedBackendError",
+    "freeze_parameters",
+    "freezing_hook",
+    "metrics",
+    "named_parameters",
+    "plan_freezing",
+    "read_patterns",
+    "register_backend",
+    "register_wrapper",
+    "report",
+    "reset",
+    "trainable_named_parameters",
+    "trainable_parameters",
+    "with_freezing",
+]

@@ -1,0 +1,145 @@
+"""What frozen_opt asks of a training backend, and which backend a model or an optimizer belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from frozen_opt.errors import UnsupportedBackendError
+
+if TYPE_CHECKING:
+    from frozen_opt.names import Found, Walk
+
+
+class Backend:
+    """One training backend. Subclass it, override what differs, and `register_backend(MyBackend())`."""
+
+    name: str
+    """What the report and the log call it."""
+
+    idle_ranks: bool = False
+    """A rank may be left with nothing to train (a pipeline stage), and its optimizer copes."""
+
+    def recognises(self, walk: Walk) -> bool:
+        """Does the model run on this backend? `walk.classes` tells what it is made of."""
+        raise NotImplementedError
+
+    def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
+        """Why freezing `matched` now can't be honoured, and what to do instead; None if it can be.
+
+        Asked before anything changes. A parameter may be frozen already, by a pre-wrap hook, say.
+        """
+        return None
+
+    def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
+        """What will surprise a user who freezes `matched`, a sentence or two each, with the remedy."""
+        return []
+
+    def more_names(self, found: Found) -> Sequence[str]:
+        """Other canonical names under which the bare, unsplit model knows this parameter."""
+        return ()
+
+    def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """How many elements each parameter has in full, all its shards together."""
+        return [parameter.numel() for parameter in parameters]
+
+    def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
+        """The model's own parameters that `optimizer` steps; None if it is none of this backend's.
+
+        Not the copies or flat buffers that it may hold in their place: identity proves nothing there.
+        """
+        return None
+
+
+_registered: list[Backend] = []
+
+
+def register_backend(backend: Backend) -> None:
+    """Teach frozen_opt one more backend. It is asked before those that are built in."""
+    _registered.insert(0, backend)
+
+
+@cache
+def _built_in() -> tuple[Backend, ...]:
+    # Here, not at the top: these files import this one.
+    from frozen_opt.backends.plain import TorchBackend
+
+    return (TorchBackend(),)
+
+
+def backends() -> Iterator[Backend]:
+    """All backends, the most special first; torch itself, which takes any module, comes last."""
+    yield from _registered
+    yield from _built_in()
+
+
+def choose_backend(walk: Walk) -> Backend:
+    """The backend on which a model runs."""
+    return next(backend for backend in backends() if backend.recognises(walk))
+
+
+def find_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
+    """Every optimizer in what a factory returned, with the model's parameters that it steps.
+
+    Looks into tuples, lists, mappings and dataclasses, into optimizers made of optimizers, and behind an
+    attribute `optimizer` (learning-rate schedulers, engines).
+    """
+    optimizers, visited, pending = [], set(), [result]
+    while pending:
+        item = pending.pop(0)
+        if item is None or isinstance(item, torch.Tensor | str | bytes) or id(item) in visited:
+            continue
+        visited.add(id(item))
+        for backend in backends():
+            held = backend.optimizer_parameters(item)
+            if held is not None:
+                optimizers.append((item, held))
+                pending += [part for part in vars(item).values() if _may_hold_optimizers(part)]
+                break
+        else:
+            pending += _parts(item)
+    return optimizers
+
+
+def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
+    """`find_optimizers`, or an error where there is none.
+
+    Raises:
+        UnsupportedBackendError: There is no optimizer in `result` that a backend can see into.
+    """
+    if optimizers := find_optimizers(result):
+        return optimizers
+    raise UnsupportedBackendError(
+        f"the factory returned a {type(result).__module__}.{type(result).__qualname__}, in which frozen_opt "
+        "finds no optimizer that it can check: return the optimizer (alone, or in a tuple, list, mapping or "
+        "dataclass), or teach frozen_opt your optimizer with register_backend"
+    )
+
+
+def _parts(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if isinstance(item, type) or not hasattr(item, "__dict__"):
+        return []
+    if hasattr(item, "__dataclass_fields__") or not isinstance(item, nn.Module):
+        return [part for part in vars(item).values() if _may_hold_optimizers(part)]
+    return [vars(item)["optimizer"]] if "optimizer" in vars(item) else []
+
+
+def _may_hold_optimizers(part: object) -> bool:
+    """Optimizers, and containers with one in them; not the state and the groups of an optimizer."""
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    if isinstance(part, list | tuple):
+        return any(_is_optimizer(item) for item in part)
+    return _is_optimizer(part)
+
+
+def _is_optimizer(item: object) -> bool:
+    return any(backend.optimizer_parameters(item) is not None for backend in backends())

@@ -1,0 +1,267 @@
+"""torch itself: any module, eager, compiled, checkpointed, tied, in DDP; and any torch optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from frozen_opt.backends import Backend
+from frozen_opt.config import lookup
+from frozen_opt.errors import FreezeConfigError, listing
+from frozen_opt.names import Found, Walk, trainable
+
+
+class TorchBackend(Backend):
+    """Takes whatever no other backend has recognised."""
+
+    name = "torch"
+
+    def recognises(self, walk: Walk) -> bool:
+        return True
+
+    def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
+        for wrapper in walk.wrappers:
+            if not isinstance(wrapper, DistributedDataParallel):
+                continue
+            if wrapper.find_unused_parameters or wrapper.static_graph:
+                continue
+            inside = {id(parameter) for parameter in wrapper._module_parameters}
+            names = [found.name for found in matched if id(found.parameter) in inside]
+            # The reducer was built for what required a gradient then. What was frozen before is not in
+            # it; what was frozen since, by hand, shows as a tensor too many.
+            trainable = sum(parameter.requires_grad for parameter in wrapper._module_parameters)
+            assert wrapper.logger is not None
+            held = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
+            if names and (held > trainable or any(found.parameter.requires_grad for found in matched)):
+                return (
+                    f"DistributedDataParallel already wraps {listing(names)}, and its reducer would wait "
+                    "for their gradients for ever: freeze before wrapping (frozen_opt.freeze_parameters, "
+                    "then DDP), or wrap with find_unused_parameters=True or static_graph=True"
+                )
+        return None
+
+    def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
+        return [*_running_statistics(matched), *_reentrant_checkpointing(walk, matched)]
+
+    def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
+        groups = vars(optimizer).get("param_groups") if hasattr(optimizer, "__dict__") else None
+        if groups is None and isinstance(optimizer, torch.optim.Optimizer):
+            groups = optimizer.param_groups  # a subclass may make it a property
+        if groups is None or isinstance(optimizer, nn.Module):
+            return None
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def _running_statistics(matched: Sequence[Found]) -> list[str]:
+    moving = sorted(
+        {
+            found.name.rpartition(".")[0]
+            for found in matched
+            if isinstance(found.owner, _NormBase) and found.owner.track_running_stats
+        }
+    )
+    if not moving:
+        return []
+    return [
+        f"the running statistics of {listing(moving)} are buffers, and still move in training mode though "
+        "the parameters are frozen: call .eval() on these modules if they must stay as well"
+    ]
+
+
+def _reentrant_checkpointing(walk: Walk, matched: Sequence[Found]) -> list[str]:
+    """Reentrant checkpointing passes gradients only where an input of the segment requires one."""
+    embeddings = [found.name for found in matched if isinstance(found.owner, nn.Embedding)]
+    if not embeddings:
+        return []
+    modules = [module for chunk in walk.chunks for module in chunk.modules()]
+    if any(getattr(module, "_require_grads_hooks", None) for module in modules):
+        return []  # transformers' enable_input_require_grads() was called
+    if not any(_checkpoints_reentrantly(module) for module in modules):
+        return []
+    return [
+        f"{listing(embeddings)} is frozen under reentrant activation checkpointing (use_reentrant=True): "
+        "with inputs that require no gradient, no checkpointed layer gets one. Use use_reentrant=False, "
+        "or call model.enable_input_require_grads()"
+    ]
+
+
+def _checkpoints_reentrantly(module: nn.Module) -> bool:
+    if isinstance(module, CheckpointWrapper):
+        return module.checkpoint_impl is CheckpointImpl.REENTRANT
+    # transformers: each layer that checkpoints itself holds the function, its arguments bound
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, partial):
+        return False
+    return bool(function.keywords.get("use_reentrant", True))
+
+
+def build_optimizer(model: nn.Module, config: object) -> torch.optim.Optimizer:
+    """An optimizer over the trainable parameters; biases and norms without weight decay.
+
+    Args:
+        model: The model, wrapped or not.
+        config: The role's node. Of its `optimizer_config`, this reads `optimizer` (a class of torch.optim,
+            or of torch-optimizer where that is installed, or `Muon` for the hybrid: Muon for the hidden
+            layers' matrices, AdamW for the rest), `lr`, `weight_decay`, `adam_betas` (where the class has
+            betas) and `optimizer_kwargs` (handed to the class; for the hybrid see `HybridMuon`).
+
+    Raises:
+        FreezeConfigError: `optimizer_config` is missing, or names something that does not exist.
+    """
+    settings = lookup(config, "optimizer_config")
+    if settings is None:
+        raise FreezeConfigError(
+            f"build_optimizer needs the role's node of the config, with optimizer_config in it, and got a "
+            f"{type(config).__name__} without: pass config.trainer.policy, say"
+        )
+    name = lookup(settings, "optimizer") or "AdamW"
+    kwargs = dict(lookup(settings, "optimizer_kwargs") or {})
+    if name == "Muon":
+        return HybridMuon(model, settings, kwargs)
+    kind = _optimizer_class(name)
+    accepted = inspect.signature(kind).parameters
+    for key, value in (("lr", "lr"), ("weight_decay", "weight_decay"), ("betas", "adam_betas")):
+        setting = lookup(settings, value)
+        if key in accepted and setting is not None:
+            kwargs.setdefault(key, tuple(setting) if key == "betas" else setting)
+    unknown = sorted(set(kwargs) - set(accepted))
+    if unknown:
+        raise FreezeConfigError(
+            f"optimizer_config.optimizer_kwargs has {listing(unknown)}, which {name} does not take: it "
+            f"takes {listing([key for key in accepted if key != 'params'], 30)}"
+        )
+    decay, rest = _decay_groups(model)
+    if "weight_decay" not in accepted:  # LBFGS, for one, wants no groups either
+        return kind([*decay, *rest], **kwargs)
+    groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+    return kind([group for group in groups if group["params"]], **kwargs)
+
+
+class HybridMuon(torch.optim.Optimizer):
+    """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
+
+    The split is that of Muon's author (https://kellerjordan.github.io/posts/muon): embeddings, the output
+    head, norms, biases and whatever is no matrix go to AdamW. Works on DTensors as well.
+
+    Args:
+        model: Its trainable parameters are split.
+        settings: `optimizer_config`: `lr`, `weight_decay` and `adam_betas`, for both where they apply.
+        kwargs: `muon_lr`, `muon_weight_decay`, `muon_momentum`, `muon_nesterov`, `ns_steps`,
+            `adjust_lr_fn` and `adamw_eps`, under MarinSkyRL's names.
+
+    Raises:
+        FreezeConfigError: No matrix is left for Muon, or `kwargs` has another name in it.
+    """
+
+    def __init__(self, model: nn.Module, settings: object, kwargs: Mapping[str, Any]) -> None:
+        names = {
+            "muon_lr": "lr",
+            "muon_weight_decay": "weight_decay",
+            "muon_momentum": "momentum",
+            "muon_nesterov": "nesterov",
+            "ns_steps": "ns_steps",
+            "adjust_lr_fn": "adjust_lr_fn",
+        }
+        unknown = sorted(set(kwargs) - {*names, "adamw_eps"})
+        if unknown:
+            raise FreezeConfigError(
+                f"optimizer_config.optimizer_kwargs has {listing(unknown)}, which Muon does not take: it "
+                f"takes {listing([*names, 'adamw_eps'])}"
+            )
+        lr, weight_decay = lookup(settings, "lr"), lookup(settings, "weight_decay")
+        shared = {
+            key: value for key, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None
+        }
+        matrices, others = _muon_split(model)
+        if not matrices:
+            raise FreezeConfigError(
+                "optimizer_config.optimizer is Muon, but no matrix of a hidden layer is left to train: "
+                "use AdamW, or freeze less"
+            )
+        muon = {names[key]: value for key, value in kwargs.items() if key in names}
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, **{**shared, **muon}),
+        ]
+        if others:
+            adamw = dict(shared)
+            if (betas := lookup(settings, "adam_betas")) is not None:
+                adamw["betas"] = tuple(betas)
+            if "adamw_eps" in kwargs:
+                adamw["eps"] = kwargs["adamw_eps"]
+            self.optimizers.append(torch.optim.AdamW(others, **adamw))
+        super().__init__([*matrices, *others], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Show the two optimizers' own groups and state, so that schedulers and offloading reach them."""
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.state = ChainMap(*(optimizer.state for optimizer in self.optimizers))  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self._share()
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    try:
+        import torch_optimizer
+    except ImportError:
+        torch_optimizer = None
+    for package in (torch.optim, torch_optimizer):
+        kind = getattr(package, name, None)
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, torch.optim.Optimizer)
+            and kind is not torch.optim.Optimizer
+            and "params" in inspect.signature(kind).parameters
+        ):
+            return kind
+    raise FreezeConfigError(
+        f"optimizer_config.optimizer is {name!r}, and must be the name of a class in torch.optim, or in "
+        "torch_optimizer where that is installed (pip install torch-optimizer), such as AdamW, or Muon"
+    )
+
+
+def _decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """By name and owner, not by shape: sharded parameters may be flat, or empty."""
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for found in trainable(model):
+        plain = found.attribute.endswith("bias") or "norm" in type(found.owner).__name__.lower()
+        (rest if plain else decay).append(found.parameter)
+    return decay, rest
+
+
+def _muon_split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for found in trainable(model):
+        outer = isinstance(found.owner, nn.Embedding) or _HEADS & set(found.name.split("."))
+        (others if outer or found.parameter.ndim != 2 else matrices).append(found.parameter)
+    return matrices, others
+
+
+_HEADS = {"lm_head", "embed_out", "output_layer", "score", "value_head"}
+"""What architectures call the matrix after the last hidden layer."""

@@ -1,0 +1,33 @@
+"""The errors, all derived from `FreezingError`, and how they list names."""
+
+from collections.abc import Sequence
+
+
+class FreezingError(Exception):
+    """Base of every error raised here. The model's `requires_grad` flags are as they were."""
+
+
+class FreezeConfigError(FreezingError):
+    """The patterns have the wrong shape, config or model can't be found, or ranks disagree on them."""
+
+
+class UnmatchedPatternError(FreezingError):
+    """A pattern matches no parameter on any rank, or a carve-out takes nothing away."""
+
+
+class UnsupportedBackendError(FreezingError):
+    """The backend can't honour the freeze, or its optimizer can't be checked."""
+
+
+class FrozenParameterInOptimizerError(FreezingError):
+    """An optimizer holds a parameter that should be frozen."""
+
+
+class NothingTrainableError(FreezingError):
+    """The patterns leave nothing to train."""
+
+
+def listing(names: Sequence[str], limit: int = 10) -> str:
+    """Names for an error text: the first `limit`, then how many more there are."""
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

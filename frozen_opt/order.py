@@ -1,0 +1,50 @@
+"""Names that were found on several ranks, put in the order of the whole model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_model_order(rows: Mapping[str, T], findings: int) -> list[T]:
+    """The rows of all ranks in model order.
+
+    One finding is in that order already. Pipeline stages and expert-parallel ranks each hold a part: the
+    parts are merged as a tree of name components, with numbered siblings (layers, experts) by number and
+    all others as they were first met.
+
+    Args:
+        rows: Canonical name -> row, in the order of the ranks.
+        findings: How many distinct findings of ranks the rows come from.
+    """
+    if findings == 1:
+        return list(rows.values())
+    tree: dict[str, Any] = {}
+    for name, row in rows.items():
+        node = tree
+        for component in name.split("."):
+            node = node.setdefault(component, {})
+        node[""] = row  # no component is empty
+    return list(_leaves(tree))
+
+
+def _leaves(node: dict[str, Any]) -> Any:
+    first_of_kind: dict[str, int] = {}
+    for place, component in enumerate(node):
+        first_of_kind.setdefault(_NUMBER.sub("", component), place)
+    for component in sorted(node, key=lambda key: (first_of_kind[_NUMBER.sub("", key)], _number(key))):
+        if component == "":
+            yield node[component]
+        else:
+            yield from _leaves(node[component])
+
+
+_NUMBER = re.compile(r"[0-9]+$")  # `17`, and the `weight17` of grouped experts
+
+
+def _number(component: str) -> int:
+    found = _NUMBER.search(component)
+    return int(found[0]) if found else -1

@@ -1,0 +1,164 @@
+"""Globs to one automaton: which names does a list of patterns select?
+
+`fnmatch` semantics over the whole name, case-sensitive. All patterns of a list run at once, as one
+automaton that is built while it is used and remembers each step it took. A model repeats the same few
+name components thousands of times, so nearly every step is one dict look-up, and the cost of matching
+hardly depends on the number of patterns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from frozen_opt.errors import FreezeConfigError
+
+# One element of a glob, split where fnmatch splits: a class such as [!a-z] or []x], else one character.
+# The possessive "+" keep fnmatch's rule that a "]" right after "[" or "[!" is a member of the class.
+_ELEMENT = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)
+
+
+def check_patterns(patterns: object, role: str) -> list[str]:
+    """The patterns as a list, or an error that says what is wrong with their shape.
+
+    Args:
+        patterns: A sequence of non-empty strings, or None for none. A leading `!` makes a carve-out.
+        role: Named in the error.
+
+    Raises:
+        FreezeConfigError: A string in place of a list, another type, an element that is no string or
+            empty, a carve-out with nothing before it.
+    """
+    key = f"trainer.{role}.freeze_parameters"
+    if patterns is None:
+        return []
+    if isinstance(patterns, str | bytes):
+        raise FreezeConfigError(
+            f"{key} is the string {patterns!r}, and must be a list of patterns: write [{patterns!r}]"
+        )
+    if not isinstance(patterns, Sequence):
+        raise FreezeConfigError(
+            f"{key} is a {type(patterns).__name__}, and must be a list of patterns, "
+            'such as ["*.mlp.gate.weight"]'
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, str) or pattern in ("", "!"):
+            raise FreezeConfigError(
+                f"{key} holds {pattern!r}: each pattern must be a non-empty string, "
+                'such as "*.mlp.gate.weight"'
+            )
+    if patterns and patterns[0].startswith("!"):
+        raise FreezeConfigError(
+            f"{key} starts with the carve-out {patterns[0]!r}, which has nothing to take away from: "
+            f'put what to freeze before it, such as ["*", {patterns[0]!r}]'
+        )
+    return list(patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a list of patterns says of one name that at least one of them matches."""
+
+    selected: bool
+    """The last pattern that matches is no carve-out."""
+    credited: tuple[int, ...]
+    """Patterns (by index) that did something: selected the name, or took it away again."""
+
+
+class State(dict[str, "State"]):
+    """The automaton after a module's name: `state[component]` is the state after that submodule."""
+
+    __slots__ = ("bits", "matcher", "verdicts")
+
+    def __init__(self, matcher: Matcher, bits: int) -> None:
+        self.matcher = matcher
+        self.bits = bits
+        self.verdicts = _Verdicts(matcher, bits)
+        """`state.verdicts[name]`: what the patterns say of that parameter of the module, or None."""
+
+    def __missing__(self, component: str) -> State:
+        following = self.matcher.state(self.matcher.advance(self.bits, component + "."))
+        self[component] = following
+        return following
+
+
+class _Verdicts(dict[str, Verdict | None]):
+    __slots__ = ("bits", "matcher")
+
+    def __init__(self, matcher: Matcher, bits: int) -> None:
+        self.matcher = matcher
+        self.bits = bits
+
+    def __missing__(self, name: str) -> Verdict | None:
+        verdict = self.matcher.verdict(self.matcher.advance(self.bits, name))
+        self[name] = verdict
+        return verdict
+
+
+@dataclass
+class Matcher:
+    """A list of patterns, ready to match.
+
+    The states of the automaton are sets of positions within the globs, as the bits of an integer: a set
+    bit says that everything left of that position has been read. Reading a character moves each bit past
+    its element where that element accepts the character; a `*` also keeps its own bit.
+    """
+
+    patterns: Sequence[str]
+    start: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._elements: dict[str, int] = {}  # element -> the positions where it stands
+        self._accepted: dict[str, int] = {}  # character -> the positions whose element accepts it
+        self._stars = 0
+        self._ends: list[int] = []  # for each pattern, the bit that says it has matched
+        self._states: dict[int, State] = {}
+        starts = position = 0
+        for pattern in self.patterns:
+            starts |= 1 << position
+            # "**" says no more than "*", and one star in a row keeps the closure below to one step
+            for element in _ELEMENT.findall(re.sub(r"\*+", "*", pattern.removeprefix("!"))):
+                if element == "*":
+                    self._stars |= 1 << position
+                else:
+                    self._elements[element] = self._elements.get(element, 0) | 1 << position
+                position += 1
+            self._ends.append(1 << position)
+            position += 1
+        self.start = self.state(self._past_stars(starts))
+
+    def verdict_on(self, name: str) -> Verdict | None:
+        """What the patterns say of a whole name; None when none of them matches it."""
+        return self.start.verdicts[name]
+
+    def state(self, bits: int) -> State:
+        if bits not in self._states:
+            self._states[bits] = State(self, bits)
+        return self._states[bits]
+
+    def advance(self, bits: int, text: str) -> int:
+        """The positions reached from `bits` by reading `text`."""
+        for character in text:
+            if character not in self._accepted:
+                self._accepted[character] = sum(
+                    positions
+                    for element, positions in self._elements.items()
+                    if fnmatchcase(character, element)
+                )
+            bits = self._past_stars((bits & self._accepted[character]) << 1 | bits & self._stars)
+        return bits
+
+    def _past_stars(self, bits: int) -> int:
+        return bits | (bits & self._stars) << 1
+
+    def verdict(self, bits: int) -> Verdict | None:
+        selected, credited = False, []
+        for index, (pattern, end) in enumerate(zip(self.patterns, self._ends, strict=True)):
+            if bits & end:
+                carves_out = pattern.startswith("!")
+                if selected or not carves_out:
+                    credited.append(index)
+                selected = not carves_out
+        return Verdict(selected, tuple(credited)) if credited else None

@@ -1,0 +1,188 @@
+"""What was frozen: reports, metrics, the log, and the memory of this process.
+
+The memory also keeps which tensors each role froze and which optimizers it got (by weak references), so
+that a tensor that one role freezes and another role's optimizer holds is caught.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from loguru import logger
+
+from frozen_opt import ranks
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A role's frozen parameters, as planned or as done. Counts and names are those of all ranks."""
+
+    role: str
+    patterns: tuple[str, ...] = ()
+    backend: str = ""
+    names: tuple[str, ...] = ()
+    """Canonical names in model order; a tied parameter stands under its first name."""
+    matches: Mapping[str, int] = field(default_factory=dict)
+    """Pattern -> how many parameters it matched; for a carve-out, how many it took away."""
+    element_count: int = 0
+    """Elements of all frozen parameters in full, shards put together."""
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a frozen parameter -> its other names."""
+
+    @property
+    def parameter_count(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class FreezeReport(Frozen):
+    """What was frozen for a role."""
+
+    def metrics(self) -> dict[str, int]:
+        """`<role>/frozen_parameter_count` and `<role>/frozen_element_count`."""
+        return {
+            f"{self.role}/frozen_parameter_count": self.parameter_count,
+            f"{self.role}/frozen_element_count": self.element_count,
+        }
+
+
+@dataclass
+class _Entry:
+    report: FreezeReport
+    frozen: list[tuple[str, weakref.ref[torch.Tensor]]]
+    optimizers: list[weakref.ref[Any]]
+
+
+_memory: dict[str, _Entry] = {}
+
+
+def report(role: str) -> FreezeReport:
+    """The report of a role for which this process has called a decorated factory, or frozen parameters.
+
+    Raises:
+        KeyError: It has not.
+    """
+    if role not in _memory:
+        raise KeyError(f"nothing was frozen for role {role!r} in this process; roles: {sorted(_memory)}")
+    return _memory[role].report
+
+
+def metrics() -> dict[str, int]:
+    """The metrics of all roles for which this process has called."""
+    return {key: value for entry in _memory.values() for key, value in entry.report.metrics().items()}
+
+
+def reset() -> None:
+    """Forget every role. Parameters stay as they are."""
+    _memory.clear()
+
+
+def record(
+    new: FreezeReport,
+    *,
+    frozen: Iterable[tuple[str, torch.Tensor]] = (),
+    optimizers: Iterable[Any] = (),
+    warnings: Sequence[str] = (),
+    group: ranks.Group = None,
+) -> None:
+    """Remember a report, and log it on rank 0 unless that has been done.
+
+    Freezing in a pre-wrap hook and then building the optimizer with the same list reports twice what
+    is one freeze; the second is not logged again.
+    """
+    known = _memory.get(new.role)
+    _memory[new.role] = _Entry(
+        new,
+        [(name, weakref.ref(tensor)) for name, tensor in frozen],
+        [weakref.ref(optimizer) for optimizer in optimizers],
+    )
+    if not ranks.is_first(group):
+        return
+    if not new.patterns:
+        logger.debug("{}: no parameters to freeze", new.role)
+    elif known is None or (known.report.patterns, known.report.names) != (new.patterns, new.names):
+        _log(new, warnings)
+
+
+def frozen_elsewhere(role: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """What other roles froze: role, canonical name, tensor."""
+    for other, entry in _memory.items():
+        if other != role:
+            for name, reference in entry.frozen:
+                if (tensor := reference()) is not None:
+                    yield other, name, tensor
+
+
+def optimizers_elsewhere(role: str) -> Iterator[tuple[str, Any]]:
+    """Other roles, and the optimizers that they got."""
+    for other, entry in _memory.items():
+        if other != role:
+            for reference in entry.optimizers:
+                if (optimizer := reference()) is not None:
+                    yield other, optimizer
+
+
+def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
+    names = list(new.names) if new.parameter_count <= 100 else fold(new.names)
+    tied = [f"{name} is tied to {', '.join(others)}" for name, others in new.ties.items()]
+    data = {
+        "role": new.role,
+        "backend": new.backend,
+        "patterns": list(new.patterns),
+        "names": list(new.names),
+        "ties": {name: list(others) for name, others in new.ties.items()},
+        **new.metrics(),
+    }
+    logger.bind(**data).info(
+        "{}",
+        f"{new.role}: froze {new.parameter_count} parameters ({new.element_count:,} elements, backend "
+        f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied),
+    )
+    for warning in warnings:
+        logger.bind(role=new.role).warning("{}: {}", new.role, warning)
+
+
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)", re.ASCII)
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """Names that differ in numbers alone as one text, such as `layers.{0..3,7}.gate.weight`.
+
+    Nothing is lost: writing out every combination of the numbers in braces gives the names again.
+    """
+    # Each name as its texts between numbers, and for each number the set of its values.
+    folded: dict[tuple[str, ...], list[tuple[frozenset[int], ...]]] = {}
+    for name in names:
+        parts = _NUMBER.split(name)
+        numbers = tuple(frozenset([int(number)]) for number in parts[1::2])
+        folded.setdefault(tuple(parts[::2]), []).append(numbers)
+    lines = []
+    for texts, rows in folded.items():
+        for place in reversed(range(len(texts) - 1)):
+            # Rows that agree in all other places become one.
+            merged: dict[tuple[Any, ...], frozenset[int]] = {}
+            for row in rows:
+                rest = (*row[:place], *row[place + 1 :])
+                merged[rest] = merged.get(rest, frozenset()) | row[place]
+            rows = [(*rest[:place], values, *rest[place:]) for rest, values in merged.items()]
+        for row in rows:
+            written = [*(_runs(values) for values in row), ""]
+            lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
+    return lines
+
+
+def _runs(values: frozenset[int]) -> str:
+    if len(values) == 1:
+        return str(*values)
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1][1:] = [value]
+        else:
+            runs.append([value])
+    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"

@@ -1,0 +1,152 @@
+"""Which parameters of one model a list of patterns selects: names, ties and name maps put together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import nn
+
+from frozen_opt.errors import FreezeConfigError, listing
+from frozen_opt.names import EVERYTHING, Found, Walk, walk
+from frozen_opt.patterns import Matcher, Verdict
+
+NameMap = Any
+"""A callable from a canonical name to more names, or an object with `megatron_to_hf_lookup(name)`."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One parameter on which the patterns have a say."""
+
+    found: Found
+    names: Sequence[str]
+    """Its canonical names; it goes by the first, the others are ties."""
+    verdict: Verdict
+
+
+@dataclass
+class Selection:
+    """What the patterns say of a model."""
+
+    walk: Walk
+    matches: list[Match] = field(default_factory=list)
+
+    @property
+    def frozen(self) -> dict[str, Found]:
+        """The parameters to freeze, by name, in model order."""
+        return {match.names[0]: match.found for match in self.matches if match.verdict.selected}
+
+
+@dataclass
+class Selector:
+    """A role's patterns, ready to select."""
+
+    role: str
+    patterns: Sequence[str]
+    name_map: NameMap = None
+
+    def __post_init__(self) -> None:
+        self._matcher = Matcher(self.patterns)
+
+    def select(self, chunks: Sequence[nn.Module]) -> Selection:
+        """Walk the model once (twice when it has ties or a name map) and ask the patterns.
+
+        Raises:
+            FreezeConfigError: The patterns select a part of a tied or fused tensor.
+        """
+        selection = Selection(walk(chunks, self._matcher.start))
+        tensors = {id(parameter) for parameter in selection.walk.parameters}
+        if self.name_map is None and len(tensors) == len(selection.walk.parameters):
+            selection.matches = [Match(found, (found.name,), found.verdict) for found in selection.walk.found]
+        else:
+            selection.matches = self._with_more_names(chunks)
+        counts = Counter(match.names[0] for match in selection.matches)
+        if len(counts) < len(selection.matches):
+            repeated = [name for name, count in counts.items() if count > 1]
+            raise self._error(
+                f"several parameters go by the same name: {listing(repeated)}. A list of models must be "
+                "the chunks of one model; freeze separate models one by one"
+            )
+        return selection
+
+    def _with_more_names(self, chunks: Sequence[nn.Module]) -> list[Match]:
+        aliases: dict[int, list[Found]] = {}
+        for found in walk(chunks, EVERYTHING).found:
+            aliases.setdefault(id(found.parameter), []).append(found)
+        matches = []
+        for same in aliases.values():
+            names = [found.name for found in same]
+            verdicts: dict[str, Verdict | None] = {}
+            for name in names:
+                verdicts[name] = self._matcher.verdict_on(name)
+                verdicts |= self._mapped(name, verdicts[name])
+            if verdict := self._combine(verdicts):
+                matches.append(Match(same[0], names, verdict))
+        return matches
+
+    def _mapped(self, name: str, verdict: Verdict | None) -> dict[str, Verdict | None]:
+        """Verdicts on the names that the name map adds to a canonical one."""
+        more = self._lookup(name)
+        if not isinstance(more, Mapping):
+            return {other: self._matcher.verdict_on(other) for other in more}
+        parts = {str(part): self._matcher.verdict_on(str(part)) for part in more.values()}
+        chosen = [part for part, said in parts.items() if said is not None and said.selected]
+        if 0 < len(chosen) < len(parts) and not (verdict and verdict.selected):
+            rest = [part for part in parts if part not in chosen]
+            raise self._error(
+                f"{listing(chosen)} is stored in one tensor ({name}) with {listing(rest)}, and part of a "
+                f"tensor can't be frozen: freeze {listing(rest)} as well, or none of them"
+            )
+        return parts
+
+    def _lookup(self, name: str) -> Sequence[str] | Mapping[str, str]:
+        if self.name_map is None:
+            return ()
+        if hasattr(self.name_map, "megatron_to_hf_lookup"):
+            mapping = self.name_map.megatron_to_hf_lookup(name)
+            more = None if mapping is None else mapping.hf_param
+        else:
+            more = self.name_map(name)
+        if more is None:
+            return ()
+        return (more,) if isinstance(more, str) else more
+
+    def _combine(self, verdicts: Mapping[str, Verdict | None]) -> Verdict | None:
+        said = {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+        if not said:
+            return None
+        selected = [name for name, verdict in said.items() if verdict.selected]
+        carved = [name for name, verdict in said.items() if not verdict.selected]
+        if selected and carved:
+            raise self._error(
+                f"{listing(selected)} and {listing(carved)} are one tensor under different names; the "
+                "patterns select it under one and carve it out under another: make them agree"
+            )
+        credited = {index for verdict in said.values() for index in verdict.credited}
+        return Verdict(bool(selected), tuple(sorted(credited)))
+
+    def _error(self, text: str) -> FreezeConfigError:
+        return FreezeConfigError(f"role {self.role!r}, patterns {list(self.patterns)}: {text}")
+
+
+def closest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[tuple[float, str]]:
+    """The names most like a pattern that matches none, best first, with how like they are (0 to 1).
+
+    Of names that differ in numbers alone, only the first is looked at: a model has few kinds of names.
+    """
+    kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
+    literal = re.sub(r"[*?!]|\[[^\]]*\]", "", re.sub(r"\d+", "0", pattern))
+    scored = []
+    for kind, name in kinds.items():
+        blocks = SequenceMatcher(None, literal, kind, autojunk=False).get_matching_blocks()
+        common = sum(block.size for block in blocks)
+        # How much of the pattern's text is there, in few pieces; then how little else is.
+        scored.append(
+            (common / max(len(literal), 1) - 0.02 * len(blocks) - 0.001 * (len(kind) - common), name)
+        )
+    return sorted(scored, key=lambda item: -item[0])[:count]
