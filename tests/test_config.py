@@ -1,0 +1,91 @@
+"""Where patterns come from: every kind of config, and never a list overlooked."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import omegaconf
+import pydantic
+import pytest
+from omegaconf import OmegaConf
+
+from frozen_opt import FreezeConfigError, read_patterns
+
+PATTERNS = ["*.mlp.gate.weight"]
+
+
+@dataclass
+class Role:
+    freeze_parameters: list[str] = field(default_factory=lambda: list(PATTERNS))
+
+
+class Settings(pydantic.BaseModel):
+    freeze_parameters: list[str] = PATTERNS
+
+
+def kinds_of(node: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mapping": {"trainer": {"policy": node}},
+        "omegaconf": OmegaConf.create({"trainer": {"policy": node}}),
+        "namespace": SimpleNamespace(trainer=SimpleNamespace(policy=SimpleNamespace(**node))),
+        "mixed": SimpleNamespace(trainer={"policy": OmegaConf.create(node)}),
+        "role at the top": {"policy": node},
+        "the role's node itself": node,
+    }
+
+
+@pytest.mark.parametrize("kind", kinds_of({}))
+def test_every_kind_of_config_gives_the_list(kind: str) -> None:
+    config = kinds_of({"freeze_parameters": PATTERNS})[kind]
+    assert read_patterns(config, "policy") == PATTERNS
+
+
+def test_dataclasses_and_pydantic_models() -> None:
+    assert read_patterns(SimpleNamespace(trainer=SimpleNamespace(policy=Role())), "policy") == PATTERNS
+    assert read_patterns({"trainer": {"policy": Settings()}}, "policy") == PATTERNS
+
+
+@pytest.mark.parametrize("kind", kinds_of({}))
+@pytest.mark.parametrize(
+    "node", [{"optimizer_config": {"lr": 1}}, {"freeze_parameters": None}, {"freeze_parameters": []}]
+)
+def test_a_node_without_patterns_means_none(kind: str, node: dict[str, Any]) -> None:
+    assert read_patterns(kinds_of(node)[kind], "policy") == []
+
+
+def test_roles_do_not_mix() -> None:
+    config = {"trainer": {"policy": {"freeze_parameters": PATTERNS}, "critic": {"lr": 1}}}
+    assert read_patterns(config, "critic") == []
+
+
+def test_trainer_comes_first() -> None:
+    config = {"trainer": {"policy": {"freeze_parameters": ["a"]}}, "policy": {"freeze_parameters": ["b"]}}
+    assert read_patterns(config, "policy") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lr": 1e-3, "weight_decay": 0.1},
+        {"trainer": {"policy": {"freeze_parameters": PATTERNS}}},
+        {"trainer": {"critic": None}},
+        SimpleNamespace(lr=1e-3),
+        "critic",
+        7,
+    ],
+)
+def test_a_role_that_cannot_be_found_is_an_error(config: object) -> None:
+    with pytest.raises(FreezeConfigError, match=r"no settings for role 'critic'.*trainer\.critic"):
+        read_patterns(config, "critic")
+
+
+def test_a_mandatory_value_that_was_never_given_is_not_taken_for_empty() -> None:
+    config = OmegaConf.create({"trainer": {"policy": {"freeze_parameters": "???"}}})
+    with pytest.raises(omegaconf.errors.MissingMandatoryValue):
+        read_patterns(config, "policy")
+
+
+def test_a_broken_interpolation_is_not_taken_for_empty() -> None:
+    config = OmegaConf.create({"trainer": {"policy": {"freeze_parameters": "${mistyped}"}}})
+    with pytest.raises(omegaconf.errors.InterpolationKeyError):
+        read_patterns(config, "policy")
