@@ -15,9 +15,6 @@ from torch import nn
 
 from frozen_opt.errors import UnsupportedBackendError
 
-Path: TypeAlias = "tuple[Path, str] | None"
-"""Where a module stands: its parent's path and its own component. The root's is None."""
-
 Renumbering: TypeAlias = Mapping[int, Mapping[str, str]]
 """id of a module -> for its children and parameters, local component -> global component."""
 
@@ -82,19 +79,11 @@ def module_list(model: object) -> list[nn.Module]:
 class Found(NamedTuple):
     """A parameter that the walk found, under one of its names."""
 
-    path: Path
+    name: str
     attribute: str
     parameter: nn.Parameter
     owner: nn.Module
     verdict: Any
-
-    @property
-    def name(self) -> str:
-        components, path = [self.attribute], self.path
-        while path is not None:
-            path, component = path
-            components.append(component)
-        return ".".join(reversed(components))
 
 
 @dataclass
@@ -129,8 +118,7 @@ EVERYTHING = _Everything()
 def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
     """Visit every parameter once under each of its canonical names, in model order.
 
-    Carries a `patterns.State` down the tree, so that a name costs a look-up, and is spelled out only for
-    parameters on which the patterns have a say.
+    Carries a `patterns.State` down the tree, so that matching a name costs one look-up for each module.
 
     Args:
         chunks: The model; several for Megatron's virtual pipeline stages.
@@ -142,7 +130,7 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
     renumbered: dict[int, Mapping[str, str]] = {}
     ancestors: set[int] = set()  # a module may hold its own ancestor; torch's walk ends there as well
 
-    def visit(module: nn.Module, path: Path, state: Any) -> None:
+    def visit(module: nn.Module, prefix: str, state: Any) -> None:
         kind = type(module)
         if kind not in types:
             types[kind] = _special(kind, result.classes)
@@ -165,22 +153,22 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
                     parameters.append(parameter)
                     verdict = verdicts[name]
                     if verdict is not None:
-                        found.append(Found(path, name, parameter, module, verdict))
+                        found.append(Found(prefix + name, name, parameter, module, verdict))
         if module._modules:
             ancestors.add(id(module))
             for name, child in module._modules.items():
                 if child is None or id(child) in ancestors:
                     continue
                 if name == wrapped:
-                    visit(child, path, state)
+                    visit(child, prefix, state)
                     continue
                 if local is not None:
                     name = local.get(name, name)
-                visit(child, (path, name), state[name])
+                visit(child, f"{prefix}{name}.", state[name])
             ancestors.discard(id(module))
 
     for chunk in chunks:
-        visit(chunk, None, state)
+        visit(chunk, "", state)
     return result
 
 

@@ -127,7 +127,7 @@ class Matcher:
                 position += 1
             self._ends.append(1 << position)
             position += 1
-        self.start = self.state(self._past_stars(starts))
+        self.start = self.state(starts | (starts & self._stars) << 1)
 
     def verdict_on(self, name: str) -> Verdict | None:
         """What the patterns say of a whole name; None when none of them matches it."""
@@ -147,11 +147,9 @@ class Matcher:
                     for element, positions in self._elements.items()
                     if fnmatchcase(character, element)
                 )
-            bits = self._past_stars((bits & self._accepted[character]) << 1 | bits & self._stars)
+            bits = (bits & self._accepted[character]) << 1 | bits & self._stars
+            bits |= (bits & self._stars) << 1  # a star may stand for nothing
         return bits
-
-    def _past_stars(self, bits: int) -> int:
-        return bits | (bits & self._stars) << 1
 
     def verdict(self, bits: int) -> Verdict | None:
         selected, credited = False, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,14 +205,13 @@ def make_plan(
     findings, trainable = ranks.exchange([local.rows, local.warnings], local.trainable, group)
     rows = in_model_order({row[0]: _Row(*row) for found, _ in findings for row in found}, len(findings))
     frozen = [row for row in rows if row.selected]
+    credits = Counter(index for row in rows for index in row.credited)
     plan = FreezePlan(
         role=role,
         patterns=checked,
         backend=local.backend.name,
         names=tuple(row.name for row in frozen),
-        matches={
-            pattern: sum(index in row.credited for row in rows) for index, pattern in enumerate(checked)
-        },
+        matches={pattern: credits[index] for index, pattern in enumerate(checked)},
         element_count=sum(row.elements for row in frozen),
         ties={row.name: tuple(row.ties) for row in frozen if row.ties},
         _selector=local.selector,

@@ -60,8 +60,8 @@ class Selector:
             FreezeConfigError: The patterns select a part of a tied or fused tensor.
         """
         selection = Selection(walk(chunks, self._matcher.start))
-        tensors = {id(parameter) for parameter in selection.walk.parameters}
-        if self.name_map is None and len(tensors) == len(selection.walk.parameters):
+        parameters = selection.walk.parameters
+        if self.name_map is None and len(set(map(id, parameters))) == len(parameters):
             selection.matches = [Match(found, (found.name,), found.verdict) for found in selection.walk.found]
         else:
             selection.matches = self._with_more_names(chunks)
