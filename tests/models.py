@@ -1,6 +1,7 @@
 """Small models that many tests share."""
 
 import torch
+import torch_optimizer
 from torch import nn
 
 from frozen_opt import named_parameters
@@ -62,11 +63,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            # optimizers that use second derivatives ask for the graph
-            loss.backward(create_graph="Adahessian" in type(optimizer).__name__)
+            # the one that uses second derivatives asks for the graph
+            loss.backward(create_graph=isinstance(optimizer, torch_optimizer.Adahessian))
             return loss.detach()
 
-        optimizer.step(closure)
+        closure()
+        optimizer.step(*[closure] * isinstance(optimizer, torch.optim.LBFGS))  # Ranger ignores a closure
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
