@@ -66,9 +66,12 @@ def register_backend(backend: Backend) -> None:
 @cache
 def _built_in() -> tuple[Backend, ...]:
     # Here, not at the top: these files import this one.
+    from frozen_opt.backends.deepspeed import DeepSpeedBackend
+    from frozen_opt.backends.fsdp import FSDPBackend
+    from frozen_opt.backends.megatron import MegatronBackend
     from frozen_opt.backends.plain import TorchBackend
 
-    return (TorchBackend(),)
+    return (MegatronBackend(), DeepSpeedBackend(), FSDPBackend(), TorchBackend())
 
 
 def backends() -> Iterator[Backend]:
@@ -143,3 +146,7 @@ def _may_hold_optimizers(part: object) -> bool:
 
 def _is_optimizer(item: object) -> bool:
     return any(backend.optimizer_parameters(item) is not None for backend in backends())
+
+
+# It registers how Megatron numbers layers and experts: names must be right before a backend is asked.
+import frozen_opt.backends.megatron  # noqa: E402

@@ -1,0 +1,95 @@
+"""DeepSpeed: ZeRO 0 to 3, `zero.Init` and pipelines, frozen before `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from frozen_opt.backends import Backend, find_optimizers, plain
+from frozen_opt.config import lookup
+from frozen_opt.errors import FreezeConfigError, listing
+from frozen_opt.names import Found, Walk
+
+# Named, not imported: a process that never imports DeepSpeed holds none of its objects.
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_PIPELINE = "deepspeed.runtime.pipe.module.PipelineModule"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload"
+# Under these names DeepSpeed's optimizers list the model's own parameters. Their param_groups hold flat
+# copies, in which nothing can be told apart.
+_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+
+
+class DeepSpeedBackend(Backend):
+    """DeepSpeed leaves frozen parameters alone, if they were frozen when it took the optimizer over."""
+
+    name = "deepspeed"
+
+    def recognises(self, walk: Walk) -> bool:
+        return not walk.classes.isdisjoint((_ENGINE, _PIPELINE)) or any(
+            hasattr(parameter, "ds_id") for parameter in walk.parameters
+        )
+
+    def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
+        held = {
+            id(parameter)
+            for engine in walk.wrappers
+            for _, parameters in find_optimizers(engine)
+            for parameter in parameters
+        }
+        if held and held.isdisjoint(map(id, walk.parameters)):
+            return (
+                "DeepSpeed's optimizer shows none of the model's parameters, so that nothing can be told of "
+                "it: teach frozen_opt this optimizer with register_backend"
+            )
+        names = [found.name for found in matched if id(found.parameter) in held or _taken(found.parameter)]
+        if not names:
+            return None
+        return (
+            f"DeepSpeed's optimizer already holds {listing(names)}, and would go on moving them: freeze "
+            "before deepspeed.initialize (frozen_opt.freeze_parameters, or decorate the function that "
+            "builds the optimizer and calls it)"
+        )
+
+    def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
+        # Under ZeRO 3 a parameter that is not in use has no elements
+        return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+
+    def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
+        bases = [cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("deepspeed.")]
+        if any(f"{cls.__module__}.{cls.__qualname__}" == _OFFLOAD for cls in bases):
+            return []  # stands in the optimizer's place when there is none
+        groups = [getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)]
+        if not groups or not any(cls.__name__ == "DeepSpeedOptimizer" for cls in bases):
+            return None
+        return [parameter for kind in groups for group in kind for parameter in group]
+
+
+def _taken(parameter: nn.Parameter) -> bool:
+    """Whether a ZeRO optimizer has marked this parameter as one that it steps."""
+    if (stage3 := getattr(parameter, "_z3_optimizer", None)) is not None:  # on all of the module's
+        return any(parameter is held for group in stage3.fp16_groups for held in group)
+    return hasattr(parameter, "_hp_mapping")
+
+
+def build_optimizer(model: nn.Module, config: object) -> torch.optim.Optimizer:
+    """The client optimizer, for `deepspeed.initialize(model=model, optimizer=..., config=...)`.
+
+    As `plain.build_optimizer` builds it, under `zero.Init` as well. DeepSpeed wants
+    `"zero_allow_untested_optimizer": true` in its config for optimizers that it does not know.
+
+    Args:
+        model: The model, not yet in an engine.
+        config: The role's node, with `optimizer_config` in it.
+
+    Raises:
+        FreezeConfigError: `optimizer_config` is missing, or names something that can't be built, or Muon.
+    """
+    if lookup(lookup(config, "optimizer_config"), "optimizer") == "Muon":
+        raise FreezeConfigError(
+            "optimizer_config.optimizer is Muon, which needs matrices, and ZeRO hands its optimizer flat "
+            "tensors: choose Muon in DeepSpeed's own config in place of a client optimizer, or AdamW here"
+        )
+    return plain.build_optimizer(model, config)

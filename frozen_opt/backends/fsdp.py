@@ -1,0 +1,60 @@
+"""PyTorch FSDP: FSDP2 (`fully_shard`), and FSDP1 that keeps the original parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from frozen_opt.backends import Backend
+from frozen_opt.backends.plain import build_optimizer
+from frozen_opt.errors import UnsupportedBackendError
+from frozen_opt.names import Found, Walk
+
+__all__ = ["FSDPBackend", "build_optimizer"]
+
+# Named, not imported: that takes half a second, and a process that never imports FSDP holds none.
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+_FSDP2 = "torch.distributed.fsdp.FSDPModule"
+
+
+class FSDPBackend(Backend):
+    """FSDP2 needs no help: its DTensors are parameters like any other, and `numel()` is that of the whole.
+
+    Frozen before or after `fully_shard`, one unit may mix frozen and trainable parameters. The same is
+    true of FSDP1 with `use_orig_params=True`, whose parameters are views of a flat one: a view without
+    requires_grad gets no gradient, so that the optimizer leaves its part of the flat parameter alone.
+    """
+
+    name = "fsdp"
+
+    def recognises(self, walk: Walk) -> bool:
+        return not walk.classes.isdisjoint((_FSDP1, _FSDP2)) or any(map(_from_flat, walk.parameters))
+
+    def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
+        if not any(getattr(parameter, "_is_flat_param", False) for parameter in walk.parameters):
+            return None
+        return (
+            "FullyShardedDataParallel with use_orig_params=False has put the parameters into flat ones, and "
+            "their names are gone: use FSDP2 (torch.distributed.fsdp.fully_shard), or wrap with "
+            "use_orig_params=True"
+        )
+
+    def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
+        # On a rank that holds no element of a parameter its view is empty; only the flat one knows.
+        whole: dict[int, int] = {}
+        for wrapper in walk.wrappers:
+            if (flat := getattr(wrapper, "_flat_param", None)) is not None:
+                whole.update(zip(map(id, flat._params), flat._numels, strict=True))
+        unknown = [p for p in parameters if _from_flat(p) and id(p) not in whole]
+        if unknown:
+            raise UnsupportedBackendError(
+                "this module is the inside of a FullyShardedDataParallel, which alone knows how large its "
+                "parameters are: pass the FullyShardedDataParallel itself"
+            )
+        return [whole.get(id(parameter), parameter.numel()) for parameter in parameters]
+
+
+def _from_flat(parameter: nn.Parameter) -> bool:
+    """FSDP1 marks what it has flattened."""
+    return getattr(parameter, "_fsdp_flattened", False)
