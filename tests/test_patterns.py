@@ -50,8 +50,8 @@ def test_walking_component_by_component_says_the_same_as_the_whole_name(
     path = deque(components)
     state = matcher.start
     while len(path) > 1:
-        state = state[path.popleft()]
-    assert state.verdicts[path[0]] == matcher.verdict_on(".".join(components))
+        state = state[path.popleft() + "."]
+    assert state[path[0]].verdict == matcher.verdict_on(".".join(components))
 
 
 @pytest.mark.parametrize(

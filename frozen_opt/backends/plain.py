@@ -83,8 +83,10 @@ def _reentrant_checkpointing(walk: Walk, matched: Sequence[Found]) -> list[str]:
     if not embeddings:
         return []
     modules = [module for chunk in walk.chunks for module in chunk.modules()]
-    if any(getattr(module, "_require_grads_hooks", None) for module in modules):
-        return []  # transformers' enable_input_require_grads() was called
+    # What transformers' enable_input_require_grads() leaves behind; the first name is that of version 4.
+    hooks = ("_require_grads_hook", "_require_grads_hooks")
+    if any(getattr(module, hook, None) for module in modules for hook in hooks):
+        return []
     if not any(_checkpoints_reentrantly(module) for module in modules):
         return []
     return [
@@ -263,5 +265,5 @@ def _muon_split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter
     return matrices, others
 
 
-_HEADS = {"lm_head", "embed_out", "output_layer", "score", "value_head"}
+_HEADS = {"head", "lm_head", "embed_out", "output_layer", "score", "value_head"}
 """What architectures call the matrix after the last hidden layer."""
