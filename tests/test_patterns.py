@@ -50,8 +50,8 @@ def test_walking_component_by_component_says_the_same_as_the_whole_name(
     path = deque(components)
     state = matcher.start
     while len(path) > 1:
-        state = state[path.popleft() + "."]
-    assert state[path[0]].verdict == matcher.verdict_on(".".join(components))
+        state = state[path.popleft()]
+    assert state.verdicts[path[0]] == matcher.verdict_on(".".join(components))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_case_03_a_number_is_matched_whole() -> None:
 
 
 def test_matches_count_parameters_and_what_a_carve_out_takes_away() -> None:
-    report = frozen_opt.freeze_parameters(transformer(), ["layers.*", "!*.norm.*", "*.0.norm.*"], role="policy")
+    report = frozen_opt.freeze_parameters(
+        transformer(), ["layers.*", "!*.norm.*", "*.0.norm.*"], role="policy"
+    )
     assert report.matches == {"layers.*": 10, "!*.norm.*": 2, "*.0.norm.*": 1}
     assert report.parameter_count == 9
 
