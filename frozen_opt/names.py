@@ -84,6 +84,8 @@ class Found(NamedTuple):
     parameter: nn.Parameter
     owner: nn.Module
     verdict: Any
+    ties: Sequence[str] = ()
+    """Its other names, where they have been looked for."""
 
 
 @dataclass

@@ -280,10 +280,10 @@ def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
     trainable = any(parameter.requires_grad and id(parameter) not in ids for parameter in walk.parameters)
     if not trainable and not backend.idle_ranks:
         raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
-    counts = backend.element_counts(walk, [match.found.parameter for match in selection.matches])
+    counts = backend.element_counts(walk, [found.parameter for found in selection.matches])
     rows = [
-        _Row(match.names[0], match.verdict.selected, count, match.verdict.credited, match.names[1:])
-        for match, count in zip(selection.matches, counts, strict=True)
+        _Row(found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
+        for found, count in zip(selection.matches, counts, strict=True)
     ]
     return _Local(selector, selection, backend, rows, backend.warnings(walk, frozen), trainable)
 

@@ -54,7 +54,7 @@ class FreezeReport(Frozen):
 @dataclass
 class _Entry:
     report: FreezeReport
-    frozen: list[tuple[str, weakref.ref[torch.Tensor]]]
+    frozen: dict[str, weakref.ref[torch.Tensor]]
     optimizers: list[weakref.ref[Any]]
 
 
@@ -98,7 +98,7 @@ def record(
     known = _memory.get(new.role)
     _memory[new.role] = _Entry(
         new,
-        [(name, weakref.ref(tensor)) for name, tensor in frozen],
+        {name: weakref.ref(tensor) for name, tensor in frozen},
         [weakref.ref(optimizer) for optimizer in optimizers],
     )
     if not ranks.is_first(group):
@@ -113,7 +113,7 @@ def frozen_elsewhere(role: str) -> Iterator[tuple[str, str, torch.Tensor]]:
     """What other roles froze: role, canonical name, tensor."""
     for other, entry in _memory.items():
         if other != role:
-            for name, reference in entry.frozen:
+            for name, reference in entry.frozen.items():
                 if (tensor := reference()) is not None:
                     yield other, name, tensor
 
@@ -155,21 +155,19 @@ def fold(names: Sequence[str]) -> list[str]:
 
     Nothing is lost: writing out every combination of the numbers in braces gives the names again.
     """
-    # Each name as its texts between numbers, and for each number the set of its values.
-    folded: dict[tuple[str, ...], list[tuple[frozenset[int], ...]]] = {}
+    # The texts between numbers -> for each name that has them, its numbers.
+    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
     for name in names:
         parts = _NUMBER.split(name)
-        numbers = tuple(frozenset([int(number)]) for number in parts[1::2])
-        folded.setdefault(tuple(parts[::2]), []).append(numbers)
+        folded.setdefault(tuple(parts[::2]), []).append(tuple(map(int, parts[1::2])))
     lines = []
     for texts, rows in folded.items():
         for place in reversed(range(len(texts) - 1)):
-            # Rows that agree in all other places become one.
-            merged: dict[tuple[Any, ...], frozenset[int]] = {}
+            # Rows that agree in all other places become one, with the set of their numbers in this place.
+            merged: dict[tuple[Any, ...], set[int]] = {}
             for row in rows:
-                rest = (*row[:place], *row[place + 1 :])
-                merged[rest] = merged.get(rest, frozenset()) | row[place]
-            rows = [(*rest[:place], values, *rest[place:]) for rest, values in merged.items()]
+                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
+            rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
         for row in rows:
             written = [*(_runs(values) for values in row), ""]
             lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))

@@ -19,27 +19,18 @@ NameMap = Any
 """A callable from a canonical name to more names, or an object with `megatron_to_hf_lookup(name)`."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """One parameter on which the patterns have a say."""
-
-    found: Found
-    names: Sequence[str]
-    """Its canonical names; it goes by the first, the others are ties."""
-    verdict: Verdict
-
-
 @dataclass
 class Selection:
     """What the patterns say of a model."""
 
     walk: Walk
-    matches: list[Match] = field(default_factory=list)
+    matches: list[Found] = field(default_factory=list)
+    """The parameters on which they have a say, each once."""
 
     @property
     def frozen(self) -> dict[str, Found]:
         """The parameters to freeze, by name, in model order."""
-        return {match.names[0]: match.found for match in self.matches if match.verdict.selected}
+        return {found.name: found for found in self.matches if found.verdict.selected}
 
 
 @dataclass
@@ -62,10 +53,10 @@ class Selector:
         selection = Selection(walk(chunks, self._matcher.start))
         parameters = selection.walk.parameters
         if self.name_map is None and len(set(map(id, parameters))) == len(parameters):
-            selection.matches = [Match(found, (found.name,), found.verdict) for found in selection.walk.found]
+            selection.matches = selection.walk.found
         else:
             selection.matches = self._with_more_names(chunks)
-        counts = Counter(match.names[0] for match in selection.matches)
+        counts = Counter(found.name for found in selection.matches)
         if len(counts) < len(selection.matches):
             repeated = [name for name, count in counts.items() if count > 1]
             raise self._error(
@@ -74,7 +65,7 @@ class Selector:
             )
         return selection
 
-    def _with_more_names(self, chunks: Sequence[nn.Module]) -> list[Match]:
+    def _with_more_names(self, chunks: Sequence[nn.Module]) -> list[Found]:
         aliases: dict[int, list[Found]] = {}
         for found in walk(chunks, EVERYTHING).found:
             aliases.setdefault(id(found.parameter), []).append(found)
@@ -86,7 +77,7 @@ class Selector:
                 verdicts[name] = self._matcher.verdict_on(name)
                 verdicts |= self._mapped(name, verdicts[name])
             if verdict := self._combine(verdicts):
-                matches.append(Match(same[0], names, verdict))
+                matches.append(same[0]._replace(verdict=verdict, ties=names[1:]))
         return matches
 
     def _mapped(self, name: str, verdict: Verdict | None) -> dict[str, Verdict | None]:
