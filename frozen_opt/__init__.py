@@ -6,6 +6,7 @@ from frozen_opt.decorator import freezing_hook, with_freezing
 from frozen_opt.errors import (
     FreezeConfigError,
     FreezingError,
+    FrozenParameterChangedError,
     FrozenParameterInOptimizerError,
     NothingTrainableError,
     UnmatchedPatternError,
@@ -26,6 +27,7 @@ __all__ = [
     "FreezePlan",
     "FreezeReport",
     "FreezingError",
+    "FrozenParameterChangedError",
     "FrozenParameterInOptimizerError",
     "NothingTrainableError",
     "UnmatchedPatternError",

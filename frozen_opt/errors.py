@@ -23,6 +23,10 @@ class FrozenParameterInOptimizerError(FreezingError):
     """An optimizer holds a parameter that should be frozen."""
 
 
+class FrozenParameterChangedError(FreezingError):
+    """A frozen parameter can be trained again, is another tensor, or has other values than before."""
+
+
 class NothingTrainableError(FreezingError):
     """The patterns leave nothing to train."""
 

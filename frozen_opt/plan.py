@@ -104,7 +104,14 @@ class FreezePlan(Frozen):
         for parameter in self._parameters.values():
             parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = FreezeReport(
-            self.role, self.patterns, self.backend, self.names, self.matches, self.element_count, self.ties
+            self.role,
+            self.patterns,
+            self.backend,
+            self.names,
+            self.matches,
+            self.element_count,
+            self.ties,
+            _held=dict.fromkeys(self._parameters),
         )
         record(
             report,

@@ -36,6 +36,11 @@ def is_first(group: Group) -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
 
 
+def rank(group: Group) -> int:
+    """This process's place among the ranks; 0 where there is one process."""
+    return dist.get_rank(group) if distributed(group) else 0
+
+
 def place(group: Group) -> str:
     """`rank 3: ` where there are ranks, to begin a text that is true of this one only."""
     return f"rank {dist.get_rank(group)}: " if distributed(group) else ""
@@ -126,6 +131,15 @@ def exchange(finding: Any, trainable: bool, group: Group) -> tuple[list[Any], bo
     dist.all_reduce(buffer, group=group)  # each byte has one writer, all others add zero
     received = bytes(buffer.tolist())
     return [json.loads(received[part]) for part in slices], trains
+
+
+def add_up(table: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' tables of integers, which must have the same shape."""
+    if not distributed(group):
+        return table
+    table = table.to(_device(group))
+    dist.all_reduce(table, group=group)
+    return table.cpu()
 
 
 def gather(value: Any, group: Group) -> list[Any]:

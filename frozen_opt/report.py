@@ -10,12 +10,16 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
+from torch import nn
 
 from frozen_opt import ranks
+
+if TYPE_CHECKING:
+    from frozen_opt.verify import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,64 @@ class Frozen:
 @dataclass(frozen=True)
 class FreezeReport(Frozen):
     """What was frozen for a role."""
+
+    _held: dict[str, weakref.ref[torch.Tensor] | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The frozen parameters that this rank holds, and the tensors that `verify` found first."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_held": {}}  # tensors stay in their process
+
+    def verify(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: object = None,
+        *,
+        fingerprint: Fingerprint | None = None,
+        group: ranks.Group = None,
+    ) -> None:
+        """Check that the freeze still holds. Reads no weights, so that each step can afford it.
+
+        Every frozen parameter is registered under its name, requires no gradient, and is the tensor that
+        the first call found there. With torch.distributed up, every rank must call, between steps, and all
+        of them raise what one has found.
+
+        Args:
+            model: The model that was frozen, sharded or wrapped since.
+            optimizer: If given, it may hold no frozen parameter; looked into as what a factory returns.
+            fingerprint: If given, the frozen values must be those of this `fingerprint`, which does read
+                them all: for checkpoints. It may come from a run with other ranks.
+            group: The ranks that agree; all by default.
+
+        Raises:
+            FrozenParameterChangedError: A parameter can be trained again, was replaced, or has changed.
+            FrozenParameterInOptimizerError: The optimizer holds a frozen parameter.
+            UnsupportedBackendError: The optimizer or the values can't be looked into.
+            FreezeConfigError: The fingerprint belongs to another freeze.
+        """
+        from frozen_opt.verify import verify
+
+        verify(self, model, optimizer, fingerprint=fingerprint, group=group)
+
+    def fingerprint(
+        self, model: nn.Module | Sequence[nn.Module], *, group: ranks.Group = None
+    ) -> dict[str, list[int]]:
+        """Checksums of the frozen values, the same on every rank: plain data, for a checkpoint.
+
+        Each rank reads the shards that it holds, and nothing is gathered. On the same ranks, any bit that
+        changes or moves changes them; on other ranks, any that changes.
+
+        Args:
+            model: The model that was frozen, sharded or wrapped since.
+            group: The ranks that hold it; all by default. Each of them must call.
+
+        Raises:
+            FreezingError: As `verify` does: only a freeze that holds gets a fingerprint.
+        """
+        from frozen_opt.verify import take_fingerprint
+
+        return take_fingerprint(self, model, group=group)
 
     def metrics(self) -> dict[str, int]:
         """`<role>/frozen_parameter_count` and `<role>/frozen_element_count`."""

@@ -47,6 +47,15 @@ class Backend:
         """How many elements each parameter has in full, all its shards together."""
         return [parameter.numel() for parameter in parameters]
 
+    def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
+        """For parameters that stand in the tree only while they are in use, by id: the lasting ones."""
+        return {}
+
+    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's elements of a parameter at rest, whatever else shares their storage."""
+        values = parameter.detach()
+        return values.to_local() if hasattr(values, "to_local") else values  # a DTensor's shard
+
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         """The model's own parameters that `optimizer` steps; None if it is none of this backend's.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from frozen_opt.backends import Backend, find_optimizers, plain
 from frozen_opt.config import lookup
-from frozen_opt.errors import FreezeConfigError, listing
+from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Walk
 
 # Named, not imported: a process that never imports DeepSpeed holds none of its objects.
@@ -56,6 +56,19 @@ class DeepSpeedBackend(Backend):
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
         return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+
+    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
+        # Under ZeRO 3 the lasting values are this rank's partition; the last ones end in padding.
+        zero: Any = parameter
+        if not hasattr(zero, "ds_tensor"):
+            return parameter.detach()
+        shard: torch.Tensor = zero.ds_tensor
+        if shard.numel() < zero.ds_tensor.ds_numel:  # swapped out to disk
+            raise UnsupportedBackendError(
+                "ZeRO has moved parameters to disk, where their values can't be read: offload to the CPU"
+            )
+        start = zero.ds_tensor.ds_numel * torch.distributed.get_rank(zero.ds_process_group)
+        return shard.detach().flatten()[: max(0, zero.ds_numel - start)]
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         bases = [cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("deepspeed.")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -53,6 +54,30 @@ class FSDPBackend(Backend):
                 "parameters are: pass the FullyShardedDataParallel itself"
             )
         return [whole.get(id(parameter), parameter.numel()) for parameter in parameters]
+
+    def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
+        # A forward that no backward follows leaves FSDP2's gathered parameters of the root in the tree.
+        if _FSDP2 not in walk.classes:
+            return {}
+        modules: list[Any] = [module for chunk in walk.chunks for module in chunk.modules()]
+        return {
+            id(gathered): parameter.sharded_param
+            for module in modules
+            if hasattr(module, "_get_fsdp_state")
+            for parameter in _fsdp2_parameters(module._get_fsdp_state())
+            for gathered in (
+                getattr(parameter, "_unsharded_param", None),
+                getattr(parameter, "_sharded_post_forward_param", None),
+            )
+            if gathered is not None
+        }
+
+
+def _fsdp2_parameters(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer; one group before
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _from_flat(parameter: nn.Parameter) -> bool:
