@@ -137,9 +137,10 @@ class FreezePlan(Frozen):
             parameter.requires_grad_(False)
 
     def _put_back(self, changed: Sequence[str]) -> None:
-        current = self._select_again().frozen  # the factory may have registered other tensors
         for name in changed:
             self._parameters[name].requires_grad_(True)
+        current = self._select_again().frozen  # the factory may have registered other tensors
+        for name in changed:
             if name in current:
                 current[name].parameter.requires_grad_(True)
 

@@ -315,7 +315,9 @@ def test_the_model_and_the_config_can_be_named() -> None:
     by_name(other, model, SimpleNamespace(inner={"settings": CONFIG}))
     assert (frozen_in(model), frozen_in(other)) == (2, 0)
 
-    @with_freezing("policy", model=lambda arguments: arguments["pair"][0], patterns=lambda arguments: GATES[:1])
+    @with_freezing(
+        "policy", model=lambda arguments: arguments["pair"][0], patterns=lambda arguments: GATES[:1]
+    )
     def by_callable(pair: Any) -> torch.optim.Optimizer:
         return optimizer_of(pair[1], pair[0])
 

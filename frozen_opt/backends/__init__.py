@@ -97,8 +97,8 @@ def choose_backend(walk: Walk) -> Backend:
 def find_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
     """Every optimizer in what a factory returned, with the model's parameters that it steps.
 
-    Looks into tuples, lists, mappings and dataclasses, into optimizers made of optimizers, and behind an
-    attribute `optimizer` (learning-rate schedulers, engines).
+    Looks into tuples, lists, mappings and dataclasses, into optimizers made of optimizers, and behind
+    attributes with `optim` in their name (learning-rate schedulers, engines).
     """
     optimizers, visited, pending = [], set(), [result]
     while pending:
@@ -110,7 +110,8 @@ def find_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
             held = backend.optimizer_parameters(item)
             if held is not None:
                 optimizers.append((item, held))
-                pending += [part for part in vars(item).values() if _may_hold_optimizers(part)]
+                attributes = getattr(item, "__dict__", {})
+                pending += [part for part in attributes.values() if _may_hold_optimizers(part)]
                 break
         else:
             pending += _parts(item)
@@ -137,11 +138,15 @@ def _parts(item: Any) -> list[Any]:
         return list(item.values())
     if isinstance(item, list | tuple | set | frozenset):
         return list(item)
-    if isinstance(item, type) or not hasattr(item, "__dict__"):
+    if isinstance(item, type):
         return []
-    if hasattr(item, "__dataclass_fields__") or not isinstance(item, nn.Module):
-        return [part for part in vars(item).values() if _may_hold_optimizers(part)]
-    return [vars(item)["optimizer"]] if "optimizer" in vars(item) else []
+    # Not every attribute of every object: a data loader may hold a million things.
+    every = hasattr(item, "__dataclass_fields__")
+    return [
+        part
+        for name, part in getattr(item, "__dict__", {}).items()
+        if (every or "optim" in name) and _may_hold_optimizers(part)
+    ]
 
 
 def _may_hold_optimizers(part: object) -> bool:
@@ -154,6 +159,8 @@ def _may_hold_optimizers(part: object) -> bool:
 
 
 def _is_optimizer(item: object) -> bool:
+    if isinstance(item, torch.Tensor):
+        return False
     return any(backend.optimizer_parameters(item) is not None for backend in backends())
 
 

@@ -1,0 +1,59 @@
+"""The README is true: every snippet and every command in it runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import run_ranks
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def run_snippets(folder: str) -> list[str]:
+    """Run all Python snippets one after the other, as a reader would paste them; the names they leave."""
+    import os
+
+    os.chdir(folder)
+    Path("config.yaml").write_text(blocks("yaml")[0])
+    namespace: dict[str, object] = {}
+    for snippet in blocks("python"):
+        exec(compile(snippet, "README.md", "exec"), namespace)
+    return sorted(namespace)
+
+
+def test_the_snippets_run_in_order(tmp_path: Path) -> None:
+    (names,) = run_ranks(run_snippets, 1, str(tmp_path), timeout=120)
+    assert "optimizer" in names
+
+
+def test_the_two_commands_name_the_tested_torch() -> None:
+    import torch
+
+    commands = [block for block in blocks("") if block.startswith("pip install")]
+    assert [re.findall(r"'\.\[(\w+)\]' && (.*)", command)[0] for command in commands] == [
+        ("demo", "frozen-opt demo"),
+        ("test", "pytest"),
+    ]
+    version = torch.__version__.split("+")[0]
+    assert all(f"torch=={version} " in command for command in commands)
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| .* \| `(\[.*\])` \|$", TEXT, re.MULTILINE))
+def test_the_example_patterns_select_something(row: str) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import frozen_opt
+
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        )
+    )  # fmt: skip
+    assert frozen_opt.freeze_parameters(model, eval(row), role="policy").parameter_count > 0
