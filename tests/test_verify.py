@@ -137,7 +137,7 @@ def test_any_changed_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
     for place in range(0, raw.numel(), 7):
         raw[place] ^= 1 << place % 8
         with pytest.raises(
-            frozen_opt.FrozenParameterChangedError, match="values of frozen changed.*another checkpoint"
+            frozen_opt.FrozenParameterChangedError, match=r"values of frozen changed.*another checkpoint"
         ):
             report.verify(model, fingerprint=before)
         raw[place] ^= 1 << place % 8
