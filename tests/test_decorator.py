@@ -216,7 +216,8 @@ def failing(model: nn.Module) -> torch.optim.Optimizer:
     ("factory", "patterns", "error"),
     [
         (failing, GATES, ConnectionError),
-        (lambda model: torch.optim.SGD(model.parameters()), GATES, frozen_opt.FrozenParameterInOptimizerError),
+        (lambda model: torch.optim.SGD(model.parameters()), GATES,
+         frozen_opt.FrozenParameterInOptimizerError),
         (lambda model: "no optimizer", GATES, frozen_opt.UnsupportedBackendError),
         (lambda model: torch.optim.SGD(copy.deepcopy(model).parameters()), GATES,
          frozen_opt.UnsupportedBackendError),
