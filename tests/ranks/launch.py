@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "frozen_opt"])
+_processes.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "transformers", "frozen_opt", "tests.ranks.megatron_preload"]
+)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:

@@ -1,0 +1,311 @@
+"""Megatron-Core: global layer and expert numbers, its gradient buffers, and its optimizers.
+
+Freeze before Megatron's DDP wraps the chunks: it lays out its gradient buffers for what requires a gradient
+at that time. Classes are known by their names, so that nothing is imported from Megatron unless it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from frozen_opt.backends import Backend
+from frozen_opt.config import lookup
+from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
+from frozen_opt.names import Found, Renumbering, Walk, module_list, register_renumbering
+
+_MODULE = "megatron.core.transformer.module.MegatronModule"
+_DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+_MEGATRON_FSDP = (
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP",
+    "megatron_fsdp.megatron_fsdp.MegatronFSDP",
+)
+_GROUPED_EXPERTS = "megatron.core.transformer.moe.experts.GroupedMLP"
+_OPTIMIZERS = "megatron.core.optimizer."
+
+
+class MegatronBackend(Backend):
+    """GPTModel and its kin, bare or wrapped, as one module or as a list of pipeline chunks."""
+
+    name = "megatron"
+    idle_ranks = True  # get_megatron_optimizer takes a stage with nothing to train
+
+    def recognises(self, walk: Walk) -> bool:
+        return _MODULE in walk.classes or not walk.classes.isdisjoint(_MEGATRON_FSDP)
+
+    def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
+        held = {id(parameter) for wrapper in walk.wrappers for parameter in _in_gradient_buffers(wrapper)}
+        names = [found.name for found in matched if id(found.parameter) in held]
+        if not names:
+            return None
+        return (
+            f"Megatron has already wrapped the model, and {listing(names)} has a place in its gradient "
+            "buffer: it would keep that memory, and the distributed optimizer would fail on it. Freeze "
+            "before wrapping: provider.register_pre_wrap_hook(frozen_opt.freezing_hook(role, patterns)) on "
+            "Megatron-Bridge, else frozen_opt.freeze_parameters(chunks, patterns, role=role) before "
+            "DistributedDataParallel"
+        )
+
+    def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
+        return [*_expert_bias(matched), *_recompute(walk, matched)]
+
+    def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
+        shards = {
+            id(parameter): _shards(name, parameter, owner, chunk)
+            for chunk in walk.chunks
+            for owner in chunk.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        }
+        return [parameter.numel() * shards[id(parameter)] for parameter in parameters]
+
+    def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
+        return (
+            list(_stepped(optimizer))
+            if _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer")
+            else None
+        )
+
+
+def _is_a(item: object, *qualified_names: str) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in qualified_names for cls in type(item).__mro__)
+
+
+# --- names
+
+
+def _global_layers(block: Any) -> Renumbering:
+    """A pipeline stage numbers its layers from 0; each layer knows its place in the whole model, from 1."""
+    return {
+        id(block.layers): {
+            local: str(layer.layer_number - 1)
+            for local, layer in block.layers._modules.items()
+            if hasattr(layer, "layer_number")
+        }
+    }
+
+
+def _global_experts(moe: Any) -> Renumbering:
+    """An expert-parallel rank numbers its experts from 0, as `local_experts.<i>`, or as `weight<i>`."""
+    experts = list(enumerate(moe.local_expert_indices))
+    numbers = {str(local): str(number) for local, number in experts}
+    grouped = {
+        f"{kind}{local}": f"{kind}{number}" for kind in ("weight", "bias") for local, number in experts
+    }
+    renumbering: dict[int, Mapping[str, str]] = {}
+    for module in moe.experts.modules():
+        if "weight0" in module._parameters:  # not the `weight1` and `weight2` of GroupedMLP's two layers
+            renumbering[id(module)] = grouped
+        elif "local_experts" in module._modules:
+            renumbering[id(module.local_experts)] = numbers
+    return renumbering
+
+
+def _tied_output(model: Any) -> Renumbering:
+    """The last pipeline stage has a copy of a tied embedding, which Megatron keeps equal to the first's.
+
+    It goes by the embedding's name: were only one of them frozen, the other's stage would wait for ever for
+    its gradient.
+    """
+    if (
+        model.share_embeddings_and_output_weights
+        and model.post_process
+        and "embedding" not in model._modules
+        and "output_layer" in model._modules
+    ):
+        return {id(model): {"output_layer": "embedding.word_embeddings"}}
+    return {}
+
+
+for _name in (
+    "transformer.transformer_block.TransformerBlock",
+    "transformer.multi_token_prediction.MultiTokenPredictionBlock",
+    "ssm.mamba_block.MambaStack",
+):
+    register_renumbering(f"megatron.core.{_name}", _global_layers)
+register_renumbering("megatron.core.transformer.moe.moe_layer.BaseMoELayer", _global_experts)
+register_renumbering("megatron.core.models.gpt.gpt_model.GPTModel", _tied_output)
+
+
+# --- what is where
+
+
+def _in_gradient_buffers(wrapper: Any) -> Iterator[torch.Tensor]:
+    """The parameters for which a wrapper holds gradient memory, be they frozen by now or not."""
+    if _is_a(wrapper, _DDP):
+        # In the instance's own attributes: every module has a method `buffers`.
+        for buffer in (*vars(wrapper)["buffers"], *vars(wrapper)["expert_parallel_buffers"]):
+            yield from buffer.param_index_map
+    elif _is_a(wrapper, *_MEGATRON_FSDP):
+        # Its buffers know the tensors that the model had before it was sharded; those are counted, as the
+        # model has others in their place.
+        groups = wrapper.param_and_grad_buffer.parameter_groups
+        buffered = sum(len(group.params) for group in groups if group.requires_grad)
+        trainable = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        yield from trainable if buffered == len(trainable) else wrapper.parameters()
+
+
+def _shards(name: str, parameter: nn.Parameter, owner: Any, chunk: Any) -> int:
+    """How many ranks hold a part of the parameter."""
+    if not _is_split(name, parameter, owner):
+        return 1
+    own = vars(owner)
+    group = own.get("_tp_group") or own.get("tp_group")  # Transformer Engine has one of its own: the second
+    size = group.size() if group is not None else chunk.config.tensor_model_parallel_size
+    # One tensor of all the experts that a rank has; each of its other tensors has a name of its own.
+    return int(size * owner.ep_group.size() if _is_a(owner, _GROUPED_EXPERTS) else size)
+
+
+def _is_split(name: str, parameter: nn.Parameter, owner: Any) -> bool:
+    if _is_a(owner, _GROUPED_EXPERTS):
+        return True
+    if vars(owner).get("parallel_mode", "") is None:
+        # Transformer Engine marks the weights of all its linears as split. For experts it is not told how
+        # they are, and it knows of no split where each rank has the whole.
+        kinds = " ".join(cls.__name__ for cls in type(owner).__mro__)
+        return "ColumnParallel" in kinds or ("RowParallel" in kinds and name.startswith("weight"))
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The model's own parameters behind a Megatron optimizer, whatever copies or shards it steps."""
+    if _is_a(optimizer, f"{_OPTIMIZERS}optimizer.ChainedOptimizer"):
+        for part in optimizer.chained_optimizers:
+            yield from _stepped(part)
+        for per_rank in ("dp_cp_params_list", "expt_dp_params_list"):  # the layer-wise optimizer's
+            for parameters in vars(optimizer).get(per_rank) or ():
+                yield from parameters
+    elif optimizer.is_stub_optimizer:
+        return
+    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer"):
+        if optimizer.ddp_config.use_megatron_fsdp:
+            yield from _in_groups(optimizer)
+            return
+        for group in (*optimizer.model_float16_groups, *optimizer.model_fp32_groups):
+            yield from group
+        for buffer in optimizer.buffers:  # all ranks' shards
+            yield from buffer.param_index_map
+    elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.Float16OptimizerWithFloat16Params"):
+        for group in (*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups):
+            yield from group
+    elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.FP32Optimizer"):
+        yield from _in_groups(optimizer)
+    else:
+        raise UnsupportedBackendError(
+            f"frozen_opt does not know the Megatron optimizer {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}, so it can't prove that nothing frozen is in it: teach it with "
+            "register_backend"
+        )
+
+
+def _in_groups(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+# --- warnings
+
+
+def _expert_bias(matched: Sequence[Found]) -> list[str]:
+    if all(found.owner._buffers.get("expert_bias") is None for found in matched):
+        return []
+    # Without names, so that the pipeline stages say the same, and it is logged once.
+    return [
+        "the load-balancing buffers expert_bias of the frozen routers are not covered: Megatron updates them "
+        "outside the optimizer. Set moe_router_bias_update_rate=0 if they must stay as well"
+    ]
+
+
+def _recompute(walk: Walk, matched: Sequence[Found]) -> list[str]:
+    """Megatron's activation checkpoint passes gradients only where an input of the segment requires one."""
+    frozen = {id(found.parameter) for found in matched}
+
+    def trains(module: nn.Module) -> bool:
+        return any(p.requires_grad and id(p) not in frozen for p in module.parameters())
+
+    def starves(model: Any) -> bool:
+        if trains(model.embedding):
+            return False
+        if model.config.recompute_granularity == "full":
+            return trains(model.decoder.layers)
+        if model.config.recompute_granularity != "selective":
+            return False
+        if not {"mlp", "moe"} & set(model.config.recompute_modules):
+            return False
+        for layer in model.decoder.layers:
+            if any(trains(part) for name, part in layer.named_children() if name != "mlp"):
+                return False
+            if trains(layer.mlp):
+                return True
+        return False
+
+    modules = [module for chunk in walk.chunks for module in chunk.modules()]
+    models = [module for module in modules if {"embedding", "decoder"} <= module._modules.keys()]
+    if not any(map(starves, models)):
+        return []
+    return [
+        "everything before the first recomputed layer is frozen, and Megatron's activation recompute "
+        "(recompute_granularity) passes no gradient into layers whose input requires none: the recomputed "
+        "layers will not train. Recompute core_attn alone, or let the embedding's output require a gradient: "
+        "model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())"
+    ]
+
+
+# --- the optimizer
+
+
+def build_optimizer(model: nn.Module | Sequence[nn.Module], config: object) -> Any:
+    """Megatron's optimizer for the chunks, as `get_megatron_optimizer` builds it.
+
+    Args:
+        model: The chunk, or list of chunks, wrapped by Megatron's DDP.
+        config: The role's node. Of its `optimizer_config`, this reads `optimizer` (`adam`, which is AdamW
+            here, or `sgd`), `lr`, `adam_betas`, `weight_decay`, `max_grad_norm`, and `optimizer_kwargs`
+            (any further settings of Megatron's `OptimizerConfig`). Precision and the use of the distributed
+            optimizer are those of the model.
+
+    Raises:
+        FreezeConfigError: `optimizer_config` is missing, or has a setting that Megatron does not know.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = lookup(config, "optimizer_config")
+    if settings is None:
+        raise FreezeConfigError(
+            "no optimizer_config in the role's config: it needs optimizer and lr, at least"
+        )
+    chunks: list[Any] = module_list(model)
+    fields: dict[str, Any] = {
+        "optimizer": _optimizer_name(lookup(settings, "optimizer")),
+        "bf16": chunks[0].config.bf16,
+        "fp16": chunks[0].config.fp16,
+        "params_dtype": chunks[0].config.params_dtype,
+        "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
+    }
+    for ours, theirs in (("lr", "lr"), ("weight_decay", "weight_decay"), ("max_grad_norm", "clip_grad")):
+        if (value := lookup(settings, ours)) is not None:
+            fields[theirs] = value
+    if (betas := lookup(settings, "adam_betas")) is not None:
+        fields["adam_beta1"], fields["adam_beta2"] = betas
+    fields |= dict(lookup(settings, "optimizer_kwargs") or {})
+    known = [field.name for field in dataclasses.fields(OptimizerConfig)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise FreezeConfigError(
+            f"optimizer_config.optimizer_kwargs has {listing(unknown)}, which Megatron's OptimizerConfig "
+            f"does not have: it has {listing(known, 100)}"
+        )
+    return get_megatron_optimizer(OptimizerConfig(**fields), chunks)
+
+
+def _optimizer_name(name: object) -> str:
+    names = {None: "adam", "adam": "adam", "adamw": "adam", "sgd": "sgd"}
+    key = name.lower() if isinstance(name, str) else name
+    if key not in names:
+        raise FreezeConfigError(
+            f"optimizer_config.optimizer is {name!r}, and Megatron has adam (which is AdamW there) and sgd. "
+            "For its Muon, decorate megatron.core.optimizer.muon.get_megatron_muon_optimizer"
+        )
+    return names[key]
