@@ -35,7 +35,13 @@ def build(**changes: Any) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(
-        vocab_size=64, num_hidden_layers=2, use_cache=False, initializer_range=0.2, **sizes, **heads, **changes
+        vocab_size=64,
+        num_hidden_layers=2,
+        use_cache=False,
+        initializer_range=0.2,
+        **sizes,
+        **heads,
+        **changes,
     )
     return Qwen3MoeForCausalLM(config)
 
@@ -71,6 +77,10 @@ class Run:
     names: tuple[str, ...] = ()
     """What the report says is frozen."""
     elements: int = 0
+    names_now: tuple[str, ...] = ()
+    """What a plan says after the steps, on the model as it is wrapped by then."""
+    elements_now: int = 0
+    backend: str = ""
     changed: list[str] = field(default_factory=list)
     """Parameters that are no longer bit-identical, gathered in full."""
     losses: list[float] = field(default_factory=list)
