@@ -72,8 +72,8 @@ def with_freezing(
         )
         with plan.frozen():
             yield result.append
-            proven = plan.prove(result)
-        plan.record(proven)
+            proof = plan.prove(result)
+        plan.record(proof)
 
     async def call_later(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with freezing(factory, instance, args, kwargs) as returned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,15 @@ from frozen_opt.order import in_model_order
 from frozen_opt.patterns import check_patterns
 from frozen_opt.report import FreezeReport, Frozen, frozen_elsewhere, optimizers_elsewhere, record
 from frozen_opt.selection import NameMap, Selection, Selector, closest_names
+
+
+class Proof(NamedTuple):
+    """What there was to see once a factory had run."""
+
+    optimizers: list[Any]
+    frozen: Mapping[str, nn.Parameter]
+    """By name. Not those that were planned if the factory has sharded the model."""
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -58,17 +67,16 @@ class FreezePlan(Frozen):
             self._put_back(changed)
             raise
 
-    def prove(self, result: object) -> list[Any]:
+    def prove(self, result: object) -> Proof:
         """Prove that no optimizer in `result`, what a factory returned, holds a frozen parameter.
 
-        By identity, and by name: the factory may have put other tensors under the frozen names.
-
-        Returns:
-            The optimizers.
+        By identity, and by name: the factory may have put other tensors under the frozen names, when it
+        shards the model, say.
 
         Raises:
             FrozenParameterInOptimizerError: One does, or a name holds a trainable tensor again.
-            UnsupportedBackendError: There is no optimizer that can be checked.
+            UnsupportedBackendError: There is no optimizer that can be checked, or the factory has made of
+                the model what its backend can't honour.
         """
         optimizers = require_optimizers(result)
         held = {id(parameter) for _, parameters in optimizers for parameter in parameters}
@@ -91,31 +99,40 @@ class FreezePlan(Frozen):
                 "(a loading or sharding step registered new parameters, or set requires_grad). Let it do "
                 "so before the freeze. The requires_grad flags were put back"
             )
+        backend = choose_backend(now.walk)
+        if refusal := backend.refusal(now.walk, list(now.frozen.values())):
+            raise UnsupportedBackendError(f"{_about(self)}: {refusal}")
+        if gone := [name for name in self._parameters if name not in current]:
+            raise UnsupportedBackendError(
+                f"{_about(self)}: while the optimizer was built, {listing(gone)} went from the model, so "
+                "that nothing can be proved about them. Let what replaces modules do so before the freeze"
+            )
         if held and held.isdisjoint(map(id, now.walk.parameters)):
             raise UnsupportedBackendError(
                 f"{_about(self)}: the optimizer holds none of the model's parameters (copies, perhaps), so "
                 "nothing can be proved about it. Teach frozen_opt this optimizer with register_backend"
             )
         prove_apart(self.role, held)
-        return [optimizer for optimizer, _ in optimizers]
+        return Proof([optimizer for optimizer, _ in optimizers], current, backend.name)
 
-    def record(self, optimizers: Iterable[Any] = ()) -> FreezeReport:
+    def record(self, proof: Proof | None = None) -> FreezeReport:
         """Remember and log what is frozen now."""
-        for parameter in self._parameters.values():
+        optimizers, frozen, backend = proof or Proof([], self._parameters, self.backend)
+        for parameter in frozen.values():
             parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = FreezeReport(
             self.role,
             self.patterns,
-            self.backend,
+            backend,
             self.names,
             self.matches,
             self.element_count,
             self.ties,
-            _held=dict.fromkeys(self._parameters),
+            _held=dict.fromkeys(frozen),
         )
         record(
             report,
-            frozen=self._parameters.items(),
+            frozen=frozen.items(),
             optimizers=optimizers,
             warnings=self._warnings,
             group=self._group,
@@ -261,7 +278,8 @@ class _Local:
     selector: Selector
     selection: Selection
     backend: Backend
-    rows: Sequence[_Row]
+    rows: Sequence[tuple[Any, ...]]
+    """Each the fields of a `_Row`."""
     warnings: Sequence[str]
     trainable: bool
 
@@ -290,7 +308,7 @@ def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
         raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
     counts = backend.element_counts(walk, [found.parameter for found in selection.matches])
     rows = [
-        _Row(found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
+        (found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
         for found, count in zip(selection.matches, counts, strict=True)
     ]
     return _Local(selector, selection, backend, rows, backend.warnings(walk, frozen), trainable)

@@ -33,13 +33,19 @@ class FSDPBackend(Backend):
         return not walk.classes.isdisjoint((_FSDP1, _FSDP2)) or any(map(_from_flat, walk.parameters))
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
-        if not any(getattr(parameter, "_is_flat_param", False) for parameter in walk.parameters):
-            return None
-        return (
-            "FullyShardedDataParallel with use_orig_params=False has put the parameters into flat ones, and "
-            "their names are gone: use FSDP2 (torch.distributed.fsdp.fully_shard), or wrap with "
-            "use_orig_params=True"
-        )
+        if any(getattr(parameter, "_is_flat_param", False) for parameter in walk.parameters):
+            return (
+                "FullyShardedDataParallel with use_orig_params=False has put the parameters into flat ones, "
+                "and their names are gone: use FSDP2 (torch.distributed.fsdp.fully_shard), or wrap with "
+                "use_orig_params=True"
+            )
+        gathered = self.resting(walk)
+        if any(id(parameter) in gathered for parameter in walk.parameters):
+            return (
+                "FSDP2 shows gathered parameters since a forward that no backward followed, and neither a "
+                "freeze nor an optimizer would reach the shards: call model.reshard() first"
+            )
+        return None
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # On a rank that holds no element of a parameter its view is empty; only the flat one knows.
