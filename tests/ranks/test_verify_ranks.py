@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import frozen_opt
 from frozen_opt import FreezeReport
+from frozen_opt.testing import assert_excluded, assert_frozen, assert_no_state, unchanged
 from tests.models import Transformer, train, transformer
 from tests.ranks.launch import run_ranks
 
@@ -35,7 +36,7 @@ def frozen_and_sharded() -> tuple[Transformer, torch.optim.Optimizer, FreezeRepo
 def failure(call: Callable[[], Any]) -> str:
     try:
         call()
-    except frozen_opt.FreezingError as error:
+    except (frozen_opt.FreezingError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return "passed"
 
@@ -165,3 +166,59 @@ def test_zero3_partitions_are_read_where_they_lie() -> None:
     model = transformer(width=7)
     report = frozen_opt.freeze_parameters(model, PATTERNS, role="policy")
     report.verify(model, fingerprint=results[0]["before"])
+
+
+def assertions() -> dict[str, str]:
+    last = dist.get_rank() == 1
+    model, optimizer, _ = frozen_and_sharded()
+    gate = model.layers[1].mlp.gate.weight
+
+    def nudge(parameter: nn.Parameter, *, on_this_rank: bool) -> None:
+        with unchanged(model, PATTERNS):
+            train(model, optimizer, steps=1)
+            if on_this_rank:
+                parameter.detach().to_local()[-1, -1] += 0.5
+
+    def train_elsewhere() -> None:
+        with unchanged(model, PATTERNS):
+            if last:
+                model.head.weight.detach().to_local()[-1, -1] += 0.5
+
+    def stand_still() -> None:
+        with unchanged(model, PATTERNS):
+            optimizer.zero_grad()
+
+    said = {
+        "passes": failure(lambda: nudge(gate, on_this_rank=False)),
+        "excluded": failure(lambda: assert_excluded(optimizer, model, PATTERNS)),
+        "no state": failure(lambda: assert_no_state(optimizer, model, PATTERNS)),
+        "moved": failure(lambda: nudge(gate, on_this_rank=last)),
+        "elsewhere": failure(train_elsewhere),
+        "still": failure(stand_still),
+    }
+    gate.requires_grad_(last)
+    said["flag"] = failure(lambda: assert_frozen(model, PATTERNS))
+    gate.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.zeros(1, 2, dtype=torch.long))  # leaves gathered parameters in the tree
+    said["gathered"] = failure(lambda: assert_excluded(optimizer, model, ["head.weight"]))
+    return said
+
+
+def test_assertions_fail_on_every_rank_where_one_has_cause() -> None:
+    results = run_ranks(assertions, 2)
+    assert results[0] == results[1]
+    gate = "layers.1.mlp.gate.weight"
+    assert results[0] == {
+        "passes": "passed",
+        "excluded": "passed",
+        "no state": "passed",
+        "moved": (
+            f"AssertionError: rank 1: {gate} moved: largest difference 0.5 (seen at the end of the block)"
+        ),
+        "elsewhere": "passed",
+        "still": results[0]["still"],
+        "flag": f"AssertionError: {gate} requires a gradient",
+        "gathered": "AssertionError: the optimizer holds head.weight",
+    }
+    assert results[0]["still"].startswith("AssertionError: no other parameter moved either")
