@@ -165,4 +165,4 @@ def _is_optimizer(item: object) -> bool:
 
 
 # It registers how Megatron numbers layers and experts: names must be right before a backend is asked.
-import frozen_opt.backends.megatron  # noqa: E402
+import frozen_opt.backends.megatron  # noqa: E402, F401

@@ -40,6 +40,9 @@ def cpu() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = _Stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda *_, **__: None
     random.initialize_rng_tracker()
@@ -47,7 +50,13 @@ def cpu() -> None:
     moe_utils.te_general_gemm = None  # 0.16.1 reads it without Transformer Engine, where it is undefined
     grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
     grouped_gemm_util.ops = _GroupedGemm
+    torch.compiler.set_stance("force_eager")  # Megatron compiles its activations: a minute on a CPU
     _OnCpu().__enter__()
+
+
+class _Stream:
+    def wait_stream(self, _: Any) -> None:
+        pass
 
 
 class _GroupedGemm:
