@@ -12,6 +12,7 @@ import wrapt
 from frozen_opt import ranks
 from frozen_opt.arguments import bind, find_model, find_patterns
 from frozen_opt.backends import find_optimizers
+from frozen_opt.errors import UnsupportedBackendError
 from frozen_opt.plan import freeze_parameters, make_plan, prove_apart
 from frozen_opt.report import FreezeReport, record
 from frozen_opt.selection import NameMap
@@ -63,7 +64,10 @@ def with_freezing(
         result: list[Any] = []
         if not wanted:
             yield result.append
-            optimizers = find_optimizers(result)
+            try:
+                optimizers = find_optimizers(result)
+            except UnsupportedBackendError:
+                optimizers = []  # one that can't be seen into is no fault where nothing is to be frozen
             prove_apart(role, {id(parameter) for _, held in optimizers for parameter in held})
             record(FreezeReport(role), optimizers=[optimizer for optimizer, _ in optimizers], group=group)
             return

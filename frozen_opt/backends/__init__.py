@@ -60,6 +60,9 @@ class Backend:
         """The model's own parameters that `optimizer` steps; None if it is none of this backend's.
 
         Not the copies or flat buffers that it may hold in their place: identity proves nothing there.
+
+        Raises:
+            UnsupportedBackendError: It is one of this backend's, but of a kind that can't be seen into.
         """
         return None
 
