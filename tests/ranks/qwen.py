@@ -22,9 +22,12 @@ PATTERNS = ["*.mlp.gate.weight", "model.layers.0.*", "!model.layers.0.self_attn.
 OPTIMIZER = {"optimizer": "AdamW", "lr": 1e-2, "weight_decay": 0.1, "adam_betas": (0.9, 0.99)}
 CONFIG = {"trainer": {"policy": {"freeze_parameters": PATTERNS, "optimizer_config": OPTIMIZER}}}
 
-build_policy_optimizer = with_freezing("policy")(
-    lambda model, config: plain.build_optimizer(model, config["trainer"]["policy"])
-)
+
+def build_plain(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    return plain.build_optimizer(model, config["trainer"]["policy"])
+
+
+build_policy_optimizer = with_freezing("policy")(build_plain)
 
 
 def build(**changes: Any) -> nn.Module:

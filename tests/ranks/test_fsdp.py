@@ -105,9 +105,9 @@ def after_evaluation() -> qwen.Run:
     with torch.no_grad():
         model(input_ids=qwen.tokens())
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    # Without the refusal: every rank reports 8 parameters as frozen, and `lm_head.weight` never trains,
-    # since the optimizer got a gathered copy of it; what is frozen of the root moves on.
-    # (take `gathered` out of FSDPBackend.refusal; pytest -n 0 tests/ranks/test_fsdp.py -k evaluation)
+    # Without the refusal all ranks report 8 frozen parameters, and the optimizer gets the gathered copies of
+    # the root's: `lm_head.weight` never trains, and where the list names one of the root's, its shard keeps
+    # requires_grad and moves. (Take `gathered` out of FSDPBackend.refusal, run with -k after_evaluation.)
     with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"call model\.reshard\(\) first"):
         build_optimizer(model, POLICY)
     assert all(parameter.requires_grad == flag for parameter, flag in before)
@@ -232,8 +232,9 @@ def flags(model: nn.Module) -> list[bool]:
 def flat_after_wrapping() -> None:
     sharded = shard1(qwen.build(), use_orig_params=False)
     before = flags(sharded)
-    # Without the refusal: "'*.mlp.gate.weight' matches no parameter; the closest names: _flat_param",
-    # which says nothing of what to do. (make FSDPBackend.refusal return None; -k case_06)
+    # Without the refusal: "TypeError: 'NoneType' object is not iterable", and with that avoided
+    # "'*.mlp.gate.weight' matches no parameter; the closest names: _flat_param": there is nothing to freeze
+    # by. (Make FSDPBackend.refusal return None, run with -k case_06.)
     with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"use FSDP2 .* with use_orig_params"):
         build_optimizer(sharded, POLICY)
     assert flags(sharded) == before
