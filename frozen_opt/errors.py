@@ -31,7 +31,12 @@ class NothingTrainableError(FreezingError):
     """The patterns leave nothing to train."""
 
 
+def printable(text: str) -> str:
+    """The text with newlines, terminal escapes and the like written out, as in a Python string."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def listing(names: Sequence[str], limit: int = 10) -> str:
     """Names for an error text: the first `limit`, then how many more there are."""
-    shown = ", ".join(names[:limit])
+    shown = ", ".join(printable(name) for name in names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
