@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 
 from frozen_opt import errors
 from frozen_opt.errors import FreezeConfigError, FreezingError
@@ -43,7 +44,7 @@ def rank(group: Group) -> int:
 
 def place(group: Group) -> str:
     """`rank 3: ` where there are ranks, to begin a text that is true of this one only."""
-    return f"rank {dist.get_rank(group)}: " if distributed(group) else ""
+    return f"rank {dist.get_rank()}: " if distributed(group) else ""
 
 
 def check_together(error: BaseException | None, role: str, patterns: Sequence[str], group: Group) -> None:
@@ -63,6 +64,9 @@ def check_together(error: BaseException | None, role: str, patterns: Sequence[st
         if error is not None:
             raise error
         return
+    if error is not None and not isinstance(error, FreezingError):
+        # Where the others are still in a collective of the factory's, this must be read now or never.
+        logger.error("{}: rank {} failed, and tells the others: {!r}", role, dist.get_rank(), error)
     size, digest = dist.get_world_size(group), _digest([role, *patterns])
     failed = size - dist.get_rank(group) if error is not None else 0
     # One maximum tells the lowest rank that failed, and both the largest and the smallest digest.
@@ -74,9 +78,10 @@ def check_together(error: BaseException | None, role: str, patterns: Sequence[st
     if largest != -smallest:
         lists = gather((role, list(patterns)), group)
         other = next(rank for rank, given in enumerate(lists) if given != lists[0])
+        here, there = _global_rank(group, 0), _global_rank(group, other)
         raise FreezeConfigError(
-            f"ranks were given different lists to freeze: rank 0 has role {lists[0][0]!r} with "
-            f"{lists[0][1]}, rank {other} has role {lists[other][0]!r} with {lists[other][1]}. Every rank "
+            f"ranks were given different lists to freeze: rank {here} has role {lists[0][0]!r} with "
+            f"{lists[0][1]}, rank {there} has role {lists[other][0]!r} with {lists[other][1]}. Every rank "
             "must read the same config"
         )
 
@@ -94,8 +99,8 @@ def _first_error(error: BaseException | None, role: str, first: int, group: Grou
     if isinstance(ours, type) and issubclass(ours, FreezingError):
         return ours(text)
     return FreezingError(
-        f"role {role!r}: rank {first} failed with {name}: {text}. Every rank has put back the "
-        "requires_grad flags that it had changed"
+        f"role {role!r}: rank {_global_rank(group, first)} failed with {name}: {text}. Every rank has put "
+        "back the requires_grad flags that it had changed"
     )
 
 

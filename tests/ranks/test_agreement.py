@@ -1,0 +1,258 @@
+"""Ranks that agree: the same counts or the same error on each of them, and none left waiting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import frozen_opt
+from tests.ranks.launch import run_ranks
+
+LIMIT = 30  # seconds; a rank that waits for ever fails the test
+
+
+class Stage(nn.Module):
+    """One layer of a model that is spread over ranks, under its number in the whole model."""
+
+    def __init__(self, number: int, *, last: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(4, 4)})
+        if last:
+            self.head = nn.Linear(4, 2)
+
+
+def stage() -> Stage:
+    rank = dist.get_rank()
+    return Stage(rank, last=rank == dist.get_world_size() - 1)
+
+
+def flags(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def build(model: nn.Module, patterns: list[str]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(frozen_opt.trainable_parameters(model), weight_decay=0.1)
+
+
+decorated = frozen_opt.with_freezing("policy", patterns=lambda arguments: arguments["patterns"])(build)
+
+
+def outcome(call: Callable[[], Any], model: nn.Module) -> tuple[str, str]:
+    """The error of a call that must leave model and memory as they were: its class, its text."""
+    before = flags(model)
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    assert flags(model) == before
+    with pytest.raises(KeyError):
+        frozen_opt.report("policy")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def on_the_last_stage() -> Any:
+    model = stage()
+    decorated(model, ["head.*", "layers.1.*", "layers.0.bias", "!layers.1.bias"])
+    report = frozen_opt.report("policy")
+    mine = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return report.names, report.element_count, dict(report.matches), mine
+
+
+def test_what_only_one_rank_holds_is_frozen_there_and_counted_everywhere() -> None:
+    names = ("layers.0.bias", "layers.1.weight", "head.weight", "head.bias")
+    matches = {"head.*": 2, "layers.1.*": 2, "layers.0.bias": 1, "!layers.1.bias": 1}
+    everywhere = (names, 4 + 16 + 8 + 2, matches)
+    first, second, third = run_ranks(on_the_last_stage, 3, timeout=LIMIT)
+    assert first == (*everywhere, ["layers.0.bias"])
+    assert second == (*everywhere, ["layers.1.weight"])
+    assert third == (*everywhere, ["head.weight", "head.bias"])
+
+
+def nowhere() -> Any:
+    model = stage()
+    return outcome(lambda: decorated(model, ["layers.0.bias", "layers.1.wieght", "hed.weight"]), model)
+
+
+def test_what_matches_nowhere_is_the_same_error_everywhere() -> None:
+    first, second = run_ranks(nowhere, 2, timeout=LIMIT)
+    assert first == second
+    kind, text = first
+    assert kind == "UnmatchedPatternError"
+    assert "'hed.weight' matches no parameter; the closest names: head.weight" in text  # rank 1's name
+    assert (
+        "'layers.1.wieght' matches no parameter; the closest names: layers.0.weight, layers.1.weight" in text
+    )
+    assert "'layers.0.bias'" not in text.partition(": ")[2]
+
+
+def different_lists() -> Any:
+    model = stage()
+    patterns = ["layers.*.bias"] if dist.get_rank() < 2 else ["layers.*.weight"]
+    role = "policy" if dist.get_rank() < 2 else "critic"
+    return [
+        outcome(lambda: decorated(model, patterns), model),
+        outcome(lambda: frozen_opt.freeze_parameters(model, ["layers.*.bias"], role=role), model),
+    ]
+
+
+def test_different_lists_and_different_roles_are_refused() -> None:
+    outcomes = run_ranks(different_lists, 3, timeout=LIMIT)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    (kind, lists), (other_kind, roles) = outcomes[0]
+    assert kind == other_kind == "FreezeConfigError"
+    assert "rank 0 has role 'policy' with ['layers.*.bias']" in lists
+    assert "rank 2 has role 'policy' with ['layers.*.weight']" in lists
+    assert "rank 2 has role 'critic' with ['layers.*.bias']" in roles
+    assert "Every rank must read the same config" in roles
+
+
+def failing_on_one() -> Any:
+    model = stage()
+    held = []
+
+    @frozen_opt.with_freezing("policy", patterns=["layers.*.bias"])
+    def fail(model: nn.Module) -> Any:
+        held.append(flags(model))
+        if dist.get_rank() == 1:
+            raise ValueError("no memory left")
+        return build(model, [])
+
+    found = [outcome(lambda: fail(model), model)]
+    assert not all(held[0])  # frozen while the factory ran
+    decorated(model, ["layers.*.bias"])  # the ranks are still in step
+    assert frozen_opt.report("policy").parameter_count == 3
+    return found
+
+
+def test_a_factory_that_fails_on_one_rank_is_rolled_back_on_all() -> None:
+    first, failed, third = run_ranks(failing_on_one, 3, timeout=LIMIT)
+    assert failed == [("ValueError", "no memory left")]
+    assert first == third
+    kind, text = first[0]
+    assert kind == "FreezingError"
+    assert "role 'policy': rank 1 failed with ValueError: no memory left" in text
+    assert "Every rank has put back the requires_grad flags" in text
+
+
+def caught_on_one() -> Any:
+    model = stage()
+
+    @frozen_opt.with_freezing("policy", patterns=["layers.*.bias"])
+    def naive(model: nn.Module) -> Any:
+        parameters = model.parameters() if dist.get_rank() == 1 else frozen_opt.trainable_parameters(model)
+        return torch.optim.AdamW(parameters)
+
+    broken: Any = model if dist.get_rank() == 0 else "no model"
+    return [
+        outcome(lambda: naive(model), model),
+        outcome(lambda: frozen_opt.freeze_parameters(broken, ["layers.*.bias"], role="policy"), model),
+    ]
+
+
+def test_what_one_rank_is_refused_all_are_refused() -> None:
+    first, second = run_ranks(caught_on_one, 2, timeout=LIMIT)
+    assert first == second
+    (kind, text), (other_kind, other_text) = first
+    assert kind == "FrozenParameterInOptimizerError"
+    assert "holds 1 frozen parameters: layers.1.bias" in text
+    assert other_kind == "UnsupportedBackendError"
+    assert "can't freeze parameters of a str" in other_text
+
+
+def idle_rank() -> Any:
+    model = stage()
+    return outcome(lambda: decorated(model, ["layers.1.*", "head.*"]), model)
+
+
+def test_case_07_a_rank_with_nothing_left_to_train_is_named() -> None:
+    # Without the refusal rank 1 fails alone, and late: "ValueError: optimizer got an empty parameter list".
+    # (Take the NothingTrainableError out of plan._look.)
+    first, second = run_ranks(idle_rank, 2, timeout=LIMIT)
+    assert first == second
+    kind, text = first
+    assert kind == "NothingTrainableError"
+    assert "rank 1: role 'policy', patterns ['layers.1.*', 'head.*']: nothing is left to train" in text
+
+
+def two_groups() -> Any:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, rank = pairs[dist.get_rank() // 2], dist.get_rank() % 2
+    role = ("policy", "critic")[dist.get_rank() // 2]
+    model = Stage(rank, last=rank == 1)
+    frozen_opt.freeze_parameters(model, ["layers.1.weight"], role=role, group=pair)
+    found = [frozen_opt.metrics()]
+    patterns = ["layers.0.bias"] if dist.get_rank() < 3 else ["layers.1.bias"]
+    if role == "critic":  # the others have no part in it, and do not wait
+        with pytest.raises(frozen_opt.FreezeConfigError, match=r"rank 2 has role .*rank 3 has role"):
+            frozen_opt.freeze_parameters(model, patterns, role=role, group=pair)
+
+    @frozen_opt.with_freezing(role, patterns=["layers.*.bias"], group=pair)
+    def fail(model: nn.Module) -> Any:
+        if dist.get_rank() == 3:
+            raise ValueError("on purpose")
+        return build(model, [])
+
+    if role == "critic":
+        before = flags(model)
+        with pytest.raises(Exception, match=r"on purpose") as caught:
+            fail(model)
+        found.append(str(caught.value))
+        assert flags(model) == before
+    return found
+
+
+def test_a_group_agrees_by_itself() -> None:
+    policy, critic = "policy/frozen_{}_count", "critic/frozen_{}_count"
+    found = run_ranks(two_groups, 4, timeout=LIMIT)
+    assert found[0] == found[1] == [{policy.format("parameter"): 1, policy.format("element"): 16}]
+    assert found[2][0] == found[3][0] == {critic.format("parameter"): 1, critic.format("element"): 16}
+    assert found[3][1] == "on purpose"
+    assert "rank 3 failed with ValueError: on purpose" in found[2][1]
+
+
+class Collectives(TorchDispatchMode):
+    """Every collective of torch.distributed, and how many bytes this rank gave to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            tensors = args[1] if "allgather" in function.__name__ else args[0]
+            self.seen.append((function.__name__.split(".")[0], sum(tensor.nbytes for tensor in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def counted() -> Any:
+    def replica() -> nn.Module:
+        return nn.ModuleDict({f"a_rather_long_name_{index}": nn.Linear(2, 2) for index in range(200)})
+
+    found = {}
+    with Collectives() as collectives:
+        decorated(replica(), [])
+    found["empty"] = collectives.seen
+    with Collectives() as collectives:
+        decorated(replica(), ["*.bias"])
+    found["replicas"] = collectives.seen
+    with Collectives() as collectives:
+        frozen_opt.plan_freezing(replica(), ["*.weight"], role="policy")
+    found["plan"] = collectives.seen
+    with Collectives() as collectives:
+        decorated(stage(), ["layers.*.bias"])
+    found["stages"] = collectives.seen
+    return found
+
+
+def test_a_fixed_number_of_small_collectives() -> None:
+    agree, compare = ("allreduce_", 24), ("allgather_", 24)  # three integers each
+    for found in run_ranks(counted, 3, timeout=LIMIT):
+        assert found["empty"] == []
+        assert found["replicas"] == [agree, compare, agree]  # 200 names, and none travels
+        assert found["plan"] == [agree, compare]
+        *_, (kind, size), last = found["stages"]
+        assert found["stages"] == [agree, compare, (kind, size), last]
+        assert (kind, last) == ("allreduce_", agree)
+        assert size < 3 * 100  # the three ranks' names, each once
