@@ -134,9 +134,10 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
 
     def visit(module: nn.Module, prefix: str, state: Any) -> None:
         kind = type(module)
-        if kind not in types:
-            types[kind] = _special(kind, result.classes)
-        special = types[kind]
+        try:
+            special = types[kind]
+        except KeyError:
+            special = types[kind] = _special(kind, result.classes)
         wrapped: str | None = None
         if special is not None:
             wrapped, renumbering = special

@@ -103,7 +103,7 @@ class Matcher:
 
     The states of the automaton are sets of positions within the globs, as the bits of an integer: a set
     bit says that everything left of that position has been read. Reading a character moves each bit past
-    its element where that element accepts the character; a `*` also keeps its own bit.
+    its element where that element accepts the character; a bit right after a `*` stays as well.
     """
 
     patterns: Sequence[str]
@@ -112,22 +112,21 @@ class Matcher:
     def __post_init__(self) -> None:
         self._elements: dict[str, int] = {}  # element -> the positions where it stands
         self._accepted: dict[str, int] = {}  # character -> the positions whose element accepts it
-        self._stars = 0
+        self._after_stars = 0
         self._ends: list[int] = []  # for each pattern, the bit that says it has matched
         self._states: dict[int, State] = {}
         starts = position = 0
         for pattern in self.patterns:
             starts |= 1 << position
-            # "**" says no more than "*", and one star in a row keeps the closure below to one step
-            for element in _ELEMENT.findall(re.sub(r"\*+", "*", pattern.removeprefix("!"))):
+            for element in _ELEMENT.findall(pattern.removeprefix("!")):
                 if element == "*":
-                    self._stars |= 1 << position
+                    self._after_stars |= 1 << position
                 else:
                     self._elements[element] = self._elements.get(element, 0) | 1 << position
-                position += 1
+                    position += 1
             self._ends.append(1 << position)
             position += 1
-        self.start = self.state(starts | (starts & self._stars) << 1)
+        self.start = self.state(starts)
 
     def verdict_on(self, name: str) -> Verdict | None:
         """What the patterns say of a whole name; None when none of them matches it."""
@@ -147,8 +146,7 @@ class Matcher:
                     for element, positions in self._elements.items()
                     if fnmatchcase(character, element)
                 )
-            bits = (bits & self._accepted[character]) << 1 | bits & self._stars
-            bits |= (bits & self._stars) << 1  # a star may stand for nothing
+            bits = (bits & self._accepted[character]) << 1 | bits & self._after_stars
         return bits
 
     def verdict(self, bits: int) -> Verdict | None:

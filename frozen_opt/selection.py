@@ -56,9 +56,9 @@ class Selector:
             selection.matches = selection.walk.found
         else:
             selection.matches = self._with_more_names(chunks)
-        counts = Counter(found.name for found in selection.matches)
-        if len(counts) < len(selection.matches):
-            repeated = [name for name, count in counts.items() if count > 1]
+        names = [found.name for found in selection.matches]
+        if len(set(names)) < len(names):
+            repeated = [name for name, count in Counter(names).items() if count > 1]
             raise self._error(
                 f"several parameters go by the same name: {listing(repeated)}. A list of models must be "
                 "the chunks of one model; freeze separate models one by one"
