@@ -209,7 +209,7 @@ def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
         logger.bind(role=new.role).warning("{}: {}", new.role, warning)
 
 
-_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)", re.ASCII)
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
 
 
 def fold(names: Sequence[str]) -> list[str]:
