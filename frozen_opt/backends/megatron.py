@@ -38,17 +38,16 @@ class MegatronBackend(Backend):
         return _MODULE in walk.classes or not walk.classes.isdisjoint(_MEGATRON_FSDP)
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
-        held = {id(parameter) for wrapper in walk.wrappers for parameter in _in_gradient_buffers(wrapper)}
-        names = [found.name for found in matched if id(found.parameter) in held]
-        if not names:
-            return None
-        return (
-            f"Megatron has already wrapped the model, and {listing(names)} has a place in its gradient "
-            "buffer: it would keep that memory, and the distributed optimizer would fail on it. Freeze "
-            "before wrapping: provider.register_pre_wrap_hook(frozen_opt.freezing_hook(role, patterns)) on "
-            "Megatron-Bridge, else frozen_opt.freeze_parameters(chunks, patterns, role=role) before "
-            "DistributedDataParallel"
-        )
+        for wrapper in walk.wrappers:
+            if _is_a(wrapper, _DDP):
+                held, why = set(map(id, _in_gradient_buffers(wrapper))), _TOO_LATE
+            elif _is_a(wrapper, *_MEGATRON_FSDP):
+                held, why = set(map(id, wrapper.parameters())), _CANT_HOLD
+            else:
+                continue
+            if names := [found.name for found in matched if id(found.parameter) in held]:
+                return why.format(names=listing(names))
+        return None
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         return [*_expert_bias(matched), *_recompute(walk, matched)]
@@ -73,6 +72,18 @@ class MegatronBackend(Backend):
 
 def _is_a(item: object, *qualified_names: str) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in qualified_names for cls in type(item).__mro__)
+
+
+_TOO_LATE = (
+    "Megatron has already wrapped the model, and {names} has a place in its gradient buffers: it would keep "
+    "that memory, and the distributed optimizer would fail on it. Freeze before wrapping: "
+    "provider.register_pre_wrap_hook(frozen_opt.freezing_hook(role, patterns)) on Megatron-Bridge, else "
+    "frozen_opt.freeze_parameters(chunks, patterns, role=role) before DistributedDataParallel"
+)
+_CANT_HOLD = (
+    "Megatron-FSDP holds {names}, and it can't hold frozen parameters, since it puts a gradient hook on each. "
+    "Use Megatron's DistributedDataParallel with the distributed optimizer"
+)
 
 
 # --- names
@@ -135,18 +146,10 @@ register_renumbering("megatron.core.models.gpt.gpt_model.GPTModel", _tied_output
 
 
 def _in_gradient_buffers(wrapper: Any) -> Iterator[torch.Tensor]:
-    """The parameters for which a wrapper holds gradient memory, be they frozen by now or not."""
-    if _is_a(wrapper, _DDP):
-        # In the instance's own attributes: every module has a method `buffers`.
-        for buffer in (*vars(wrapper)["buffers"], *vars(wrapper)["expert_parallel_buffers"]):
-            yield from buffer.param_index_map
-    elif _is_a(wrapper, *_MEGATRON_FSDP):
-        # Its buffers know the tensors that the model had before it was sharded; those are counted, as the
-        # model has others in their place.
-        groups = wrapper.param_and_grad_buffer.parameter_groups
-        buffered = sum(len(group.params) for group in groups if group.requires_grad)
-        trainable = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
-        yield from trainable if buffered == len(trainable) else wrapper.parameters()
+    """The parameters for which Megatron's DDP holds gradient memory, be they frozen by now or not."""
+    # From the instance's own attributes: every module has a method `buffers`.
+    for buffer in (*vars(wrapper)["buffers"], *vars(wrapper)["expert_parallel_buffers"]):
+        yield from buffer.param_index_map
 
 
 def _shards(name: str, parameter: nn.Parameter, owner: Any, chunk: Any) -> int:
