@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from frozen_opt.names import named_parameters
+from frozen_opt.names import walk
 
 VOCABULARY, LENGTH, HIDDEN = 64, 8, 16
 
@@ -74,6 +74,8 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
+    dp: int = 1
+    """Data-parallel ranks, where ep is 1: experts are spread over data-parallel ranks."""
     experts: int | None = 4
     grouped: str | None = None
     """`legacy` for one tensor of all experts, `te` for Transformer Engine's `weight<i>`."""
@@ -85,7 +87,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.ep
+        return self.tp * self.pp * max(self.ep, self.dp)
 
     def chunks(self) -> list[Any]:
         """This rank's chunks of the bare model, with weights that depend on their global names alone."""
@@ -94,9 +96,10 @@ class Layout:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         cpu()
-        parallel_state.initialize_model_parallel(
-            self.tp, self.pp, self.vpp, expert_model_parallel_size=self.ep
-        )
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                self.tp, self.pp, self.vpp, expert_model_parallel_size=self.ep
+            )
         settings: dict[str, Any] = {
             "num_layers": 4,
             "hidden_size": HIDDEN,
@@ -126,47 +129,84 @@ class Layout:
             }
         config = TransformerConfig(**settings | self.more)
         chunks = []
-        for stage in range(self.vpp or 1):
+        for stage in range(self.vpp) if self.vpp else [None]:
+            first = parallel_state.is_pipeline_first_stage(stage is None, stage)
+            last = parallel_state.is_pipeline_last_stage(stage is None, stage)
             chunks.append(
                 GPTModel(
                     config,
                     _layer(self),
                     vocab_size=VOCABULARY,
                     max_sequence_length=LENGTH,
-                    pre_process=parallel_state.is_pipeline_first_stage(False, stage)
-                    if self.vpp
-                    else parallel_state.is_pipeline_first_stage(),
-                    post_process=parallel_state.is_pipeline_last_stage(False, stage)
-                    if self.vpp
-                    else parallel_state.is_pipeline_last_stage(),
+                    pre_process=first,
+                    post_process=last,
                     share_embeddings_and_output_weights=self.tied,
-                    vp_stage=stage if self.vpp else None,
+                    mtp_block_spec=_mtp(config, self, stage) if last else None,
+                    vp_stage=stage,
                     **self.gpt,
                 )
             )
-        fill(chunks, self.tp)
+        fill(chunks)
         return chunks
 
 
 def _layer(layout: Layout) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    return get_gpt_layer_local_spec(num_experts=layout.experts, moe_grouped_gemm=layout.grouped == "legacy")
+    spec = get_gpt_layer_local_spec(num_experts=layout.experts, moe_grouped_gemm=bool(layout.grouped))
+    if layout.grouped == "te":
+        spec.submodules.mlp.submodules.experts = ModuleSpec(
+            TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        )
+    return spec
 
 
-def fill(chunks: list[Any], tp: int) -> None:
-    """Give each parameter the values that belong to its canonical name, or its tensor-parallel part."""
-    for name, parameter in named_parameters(chunks):
-        if "norm" in name:
+def _mtp(config: Any, layout: Layout, stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, _layer(layout), use_transformer_engine=False, vp_stage=stage)
+
+
+class GroupedLinear(torch.nn.Module):
+    """In place of Transformer Engine's, which needs a GPU: one parameter for each local expert."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        for expert in range(experts):
+            weight = torch.nn.Parameter(torch.empty(outputs, inputs))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, tokens: Any, tokens_per_expert: list[int]) -> Any:
+        parts = zip(torch.split(tokens, tokens_per_expert), self.parameters(), strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts]), None
+
+
+def fill(chunks: list[Any]) -> None:
+    """Give each parameter the values that belong to its canonical name, or this rank's part of them."""
+    from megatron.core import parallel_state
+
+    tensor = parallel_state.get_tensor_model_parallel_world_size(), _tensor_rank()
+    expert = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    for found in walk(chunks).found:
+        if "norm" in found.name:
             continue
-        shape, split = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
-        if split:
-            shape[parameter.partition_dim] *= tp
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
+        parameter, dimension, (parts, part) = found.parameter, 0, (1, 0)
+        shape = list(parameter.shape)
+        if type(found.owner).__name__ == "GroupedMLP":  # experts one after the other, whatever its shape says
+            shape, (parts, part) = [parameter.numel()], expert
+        elif getattr(parameter, "tensor_model_parallel", False):
+            dimension, (parts, part) = parameter.partition_dim, tensor
+        shape[dimension] *= parts
+        seed = int.from_bytes(hashlib.blake2b(found.name.encode(), digest_size=6).digest())
         full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2
-        if split:
-            full = full.chunk(tp, parameter.partition_dim)[_tensor_rank()]
-        parameter.data.copy_(full)
+        parameter.data.copy_(full.chunk(parts, dimension)[part].reshape(parameter.shape))
 
 
 def _tensor_rank() -> int:
