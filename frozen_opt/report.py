@@ -161,7 +161,7 @@ def record(
     _memory[new.role] = _Entry(
         new,
         {name: weakref.ref(tensor) for name, tensor in frozen},
-        [weakref.ref(optimizer) for optimizer in optimizers],
+        [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "__weakref__")],
     )
     if not ranks.is_first(group):
         return

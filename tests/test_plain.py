@@ -65,7 +65,10 @@ def test_defaults_are_adamw_with_the_classes_own_settings() -> None:
         (node("Optimizer"), "'Optimizer', and must be"),
         (node("Lookahead"), "'Lookahead', and must be"),
         (node("lr_scheduler"), "'lr_scheduler', and must be"),
-        (node("AdamW", optimizer_kwargs={"epsilon": 1}), "has epsilon, which AdamW does not take: it takes lr"),
+        (
+            node("AdamW", optimizer_kwargs={"epsilon": 1}),
+            "has epsilon, which AdamW does not take: it takes lr",
+        ),
         (node("Muon", optimizer_kwargs={"speed": 1}), "has speed, which Muon does not take"),
         ({"lr": 1}, "build_optimizer needs the role's node"),
     ],

@@ -43,7 +43,9 @@ def test_every_unmatched_pattern_is_named_with_the_closest_names() -> None:
         )
     text = str(caught.value)
     assert "role 'critic'" in text
-    assert re.search(r"'\*\.mlp\.gates\.weight' matches no parameter; the closest names: layers\.0\.mlp\.gate", text)
+    assert re.search(
+        r"'\*\.mlp\.gates\.weight' matches no parameter; the closest names: layers\.0\.mlp\.gate", text
+    )
     assert re.search(r"'embeding\.weight' matches no parameter; the closest names: embedding\.weight", text)
     assert "'!*.norm.*' takes nothing away" in text
     assert "'head.weight' matches no" not in text
@@ -82,7 +84,9 @@ def test_case_04_on_a_real_tied_model() -> None:
 
 def test_a_carve_out_that_splits_a_tie_is_an_error() -> None:
     model = transformer(tied=True)
-    with pytest.raises(frozen_opt.FreezeConfigError, match=r"embedding\.weight and head\.weight are one tensor"):
+    with pytest.raises(
+        frozen_opt.FreezeConfigError, match=r"embedding\.weight and head\.weight are one tensor"
+    ):
         frozen_opt.freeze_parameters(model, ["*.weight", "!head.*"], role="policy")
     assert all(flags(model).values())
 

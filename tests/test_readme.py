@@ -1,11 +1,14 @@
 """The README is true: every snippet and every command in it runs."""
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks.launch import run_ranks
+from tests.ranks.test_megatron_bridge import bridge, load  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -15,21 +18,47 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 
 
-def run_snippets(folder: str) -> list[str]:
-    """Run all Python snippets one after the other, as a reader would paste them; the names they leave."""
-    import os
+def run_snippets(folder: str, megatron_bridge: str | None) -> dict[str, int]:
+    """Run the snippets one after the other, as a reader would paste them, and count what they froze.
 
+    Those for Megatron run on their own, with the objects of Megatron-Bridge that they speak of.
+    """
     os.chdir(folder)
     Path("config.yaml").write_text(blocks("yaml")[0])
     namespace: dict[str, object] = {}
+    if megatron_bridge:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+
+        import frozen_opt
+
+        provider, registry = load(Path(megatron_bridge))
+        parallel_state.initialize_model_parallel()
+        provider.finalize()
+        namespace |= {
+            "provider": provider,
+            "bridge": SimpleNamespace(mapping_registry=lambda: registry),
+            "ddp_config": DistributedDataParallelConfig(),
+            "optimizer_config": OptimizerConfig(optimizer="adam", lr=1e-2),
+            "with_freezing": frozen_opt.with_freezing,
+        }
     for snippet in blocks("python"):
-        exec(compile(snippet, "README.md", "exec"), namespace)
-    return sorted(namespace)
+        if ("megatron" in snippet) == bool(megatron_bridge):
+            exec(compile(snippet, "README.md", "exec"), namespace)
+    from frozen_opt import metrics
+
+    return metrics()
 
 
 def test_the_snippets_run_in_order(tmp_path: Path) -> None:
-    (names,) = run_ranks(run_snippets, 1, str(tmp_path), timeout=120)
-    assert "optimizer" in names
+    (counts,) = run_ranks(run_snippets, 1, str(tmp_path), None, timeout=120)
+    assert counts["policy/frozen_parameter_count"] == 4
+
+
+def test_the_megatron_snippets_run(tmp_path: Path, bridge: Path) -> None:
+    (counts,) = run_ranks(run_snippets, 1, str(tmp_path), str(bridge), timeout=120)
+    assert counts["policy/frozen_parameter_count"] == 2
 
 
 def test_the_two_commands_name_the_tested_torch() -> None:

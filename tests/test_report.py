@@ -30,7 +30,9 @@ def unfold(line: str) -> list[str]:
     ]
 
 
-components = st.sampled_from(["layers", "experts", "gate", "0", "1", "2", "3", "7", "12", "007", "w1", "a0b12"])
+components = st.sampled_from(
+    ["layers", "experts", "gate", "0", "1", "2", "3", "7", "12", "007", "w1", "a0b12"]
+)
 names = st.lists(components, min_size=1, max_size=5).map(".".join)
 
 
