@@ -63,6 +63,20 @@ def test_state_that_stayed_behind_is_caught() -> None:
         assert_no_state(optimizer, model, GATES)
 
 
+def test_the_state_of_every_part_of_a_hybrid_is_seen() -> None:
+    model = transformer()
+    optimizer = build_optimizer(model, {"optimizer_config": {"optimizer": "Muon", "lr": 0.01}})
+    train(model, optimizer, steps=1)
+    for group in optimizer.param_groups:
+        group["params"] = group["params"][:1]  # of the others, state alone is left
+    for pattern, state in [
+        ("layers.1.norm.weight", "step, exp_avg, exp_avg_sq"),
+        (GATES[0], "momentum_buffer"),
+    ]:
+        with pytest.raises(AssertionError, match=f"keeps {state} for layers"):
+            assert_no_state(optimizer, model, [pattern])
+
+
 def test_the_optimizer_of_another_model_is_no_proof() -> None:
     model, _ = frozen()
     with pytest.raises(AssertionError, match="holds no parameter of the model"):

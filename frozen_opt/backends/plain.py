@@ -206,7 +206,7 @@ class HybridMuon(torch.optim.Optimizer):
     def _share(self) -> None:
         """Show the two optimizers' own groups and state, so that schedulers and offloading reach them."""
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = ChainMap(*(optimizer.state for optimizer in self.optimizers))  # type: ignore[assignment]
+        self.state = _States(*(optimizer.state for optimizer in self.optimizers))  # type: ignore[assignment]
 
     def step(self, closure: Any = None) -> Any:
         loss = None
@@ -224,6 +224,16 @@ class HybridMuon(torch.optim.Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self._share()
+
+
+class _States(ChainMap[torch.Tensor, Any]):
+    """The states of several optimizers as one; each is a defaultdict, which would answer for the others."""
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        for state in self.maps:
+            if key in state:
+                return state[key]
+        raise KeyError(key)
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
