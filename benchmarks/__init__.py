@@ -1,0 +1,1 @@
+"""What freezing costs at start-up, and what it saves: `python -m benchmarks`."""
