@@ -81,7 +81,7 @@ _TOO_LATE = (
     "frozen_opt.freeze_parameters(chunks, patterns, role=role) before DistributedDataParallel"
 )
 _CANT_HOLD = (
-    "Megatron-FSDP holds {names}, and it can't hold frozen parameters, since it puts a gradient hook on each. "
+    "Megatron-FSDP holds {names}, and it can't hold frozen parameters: it puts a gradient hook on each. "
     "Use Megatron's DistributedDataParallel with the distributed optimizer"
 )
 
@@ -188,9 +188,7 @@ def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
         if optimizer.ddp_config.use_megatron_fsdp:
             yield from _in_groups(optimizer)
             return
-        for group in (*optimizer.model_float16_groups, *optimizer.model_fp32_groups):
-            yield from group
-        for buffer in optimizer.buffers:  # all ranks' shards
+        for buffer in optimizer.buffers:  # its own groups list those of which this rank has a shard
             yield from buffer.param_index_map
     elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.Float16OptimizerWithFloat16Params"):
         for group in (*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups):

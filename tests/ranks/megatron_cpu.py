@@ -27,6 +27,8 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.device and str(args[0]).startswith("cuda"):
+            args = ("cpu",)
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return result.replace("torch.", "torch.cuda.")  # the mixed-precision optimizers compare it
@@ -40,7 +42,8 @@ def cpu() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
-    torch.cuda.Stream = _Stream
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.Event = torch.cuda.Stream = _Stream
     torch.cuda.current_stream = _Stream
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -263,6 +266,9 @@ def run_step(chunks: list[Any], optimizer: Any, step: int) -> float | None:
 
 def run_bare_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
     """The same step on the bare model in one process, by torch alone."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5))  # its loss joins in the backward only
     optimizer.zero_grad()
     total = 0.0
     for tokens in batches(step):
