@@ -29,7 +29,7 @@ class DeepSpeedBackend(Backend):
 
     def recognises(self, walk: Walk) -> bool:
         return not walk.classes.isdisjoint((_ENGINE, _PIPELINE)) or any(
-            hasattr(parameter, "ds_id") for parameter in walk.parameters
+            hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in walk.parameters
         )
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
@@ -81,7 +81,10 @@ class DeepSpeedBackend(Backend):
 
 
 def _taken(parameter: nn.Parameter) -> bool:
-    """Whether a ZeRO optimizer has marked this parameter as one that it steps."""
+    """Whether a ZeRO optimizer has marked this parameter as one that it steps.
+
+    The engine is not at hand where its inner module is passed.
+    """
     if (stage3 := getattr(parameter, "_z3_optimizer", None)) is not None:  # on all of the module's
         return any(parameter is held for group in stage3.fp16_groups for held in group)
     return hasattr(parameter, "_hp_mapping")

@@ -4,9 +4,10 @@ What a backend does with the model is compared with `reference()`: the same free
 process, with nothing around the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -156,21 +157,20 @@ def train(
     return run
 
 
-def reference(patterns: list[str] = PATTERNS, dtype: torch.dtype = torch.float32) -> Run:
-    """The run in one process, frozen by hand: nothing of frozen_opt but the choice of names."""
-    from fnmatch import fnmatchcase
-
-    model = build().to(dtype)
-    frozen = []
+def reference(
+    patterns: list[str] = PATTERNS,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: plain.build_optimizer(
+        model, {"optimizer_config": OPTIMIZER}
+    ),
+) -> Run:
+    """The run in one process, frozen by hand, so that nothing of the freeze is frozen_opt's."""
+    model = build()
     for name, parameter in model.named_parameters():
-        selected = False
         for pattern in patterns:
             if fnmatchcase(name, pattern.removeprefix("!")):
-                selected = not pattern.startswith("!")
-        if selected:
-            parameter.requires_grad_(False)
-            frozen.append(parameter)
-    names = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    run = train(model, plain.build_optimizer(model, {"optimizer_config": OPTIMIZER}))
-    run.names, run.elements = names, sum(parameter.numel() for parameter in frozen)
+                parameter.requires_grad_(pattern.startswith("!"))
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    start = snapshot(model)
+    run = train(model, optimizer(model), start=start)
+    run.names, run.elements = tuple(frozen), sum(parameter.numel() for parameter in frozen.values())
     return run
