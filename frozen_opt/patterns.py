@@ -128,9 +128,12 @@ class Matcher:
             position += 1
         self.start = self.state(starts)
 
-    def verdict_on(self, name: str) -> Verdict | None:
-        """What the patterns say of a whole name; None when none of them matches it."""
-        return self.start.verdicts[name]
+    def verdict_on(self, *names: str) -> Verdict | None:
+        """What the patterns say of a parameter with these whole names: each matches by any of them."""
+        reached = 0
+        for name in names:
+            reached |= self.advance(self.start.bits, name)
+        return self.verdict(reached)
 
     def state(self, bits: int) -> State:
         if bits not in self._states:

@@ -20,7 +20,7 @@ from frozen_opt.errors import (
     UnsupportedBackendError,
     listing,
 )
-from frozen_opt.names import module_list, named_parameters
+from frozen_opt.names import module_list
 from frozen_opt.order import in_model_order
 from frozen_opt.patterns import check_patterns
 from frozen_opt.report import FreezeReport, Frozen, frozen_elsewhere, optimizers_elsewhere, record
@@ -315,7 +315,7 @@ def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
 
 
 def _unmatched(plan: FreezePlan, local: _Local) -> UnmatchedPatternError:
-    names = [name for name, _ in named_parameters(list(local.selection.walk.chunks))]
+    names = local.selector.names(local.selection.walk.chunks)
     texts = []
     for pattern, count in plan.matches.items():
         if count:

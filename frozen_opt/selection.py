@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
@@ -65,6 +65,14 @@ class Selector:
             )
         return selection
 
+    def names(self, chunks: Sequence[nn.Module]) -> list[str]:
+        """Every name that a pattern might use, those of the name map included."""
+        names = []
+        for found in walk(chunks).found:
+            more = self._lookup(found.name)
+            names += [found.name, *(more.values() if isinstance(more, Mapping) else more)]
+        return names
+
     def _with_more_names(self, chunks: Sequence[nn.Module]) -> list[Found]:
         aliases: dict[int, list[Found]] = {}
         for found in walk(chunks, EVERYTHING).found:
@@ -72,28 +80,24 @@ class Selector:
         matches = []
         for same in aliases.values():
             names = [found.name for found in same]
-            verdicts: dict[str, Verdict | None] = {}
-            for name in names:
-                verdicts[name] = self._matcher.verdict_on(name)
-                verdicts |= self._mapped(name, verdicts[name])
-            if verdict := self._combine(verdicts):
+            if verdict := self._combine({name: self._verdict_on(name) for name in names}):
                 matches.append(same[0]._replace(verdict=verdict, ties=names[1:]))
         return matches
 
-    def _mapped(self, name: str, verdict: Verdict | None) -> dict[str, Verdict | None]:
-        """Verdicts on the names that the name map adds to a canonical one."""
+    def _verdict_on(self, name: str) -> Verdict | None:
+        """By the canonical name and those that the name map adds, which count as names of one parameter."""
         more = self._lookup(name)
-        if not isinstance(more, Mapping):
-            return {other: self._matcher.verdict_on(other) for other in more}
-        parts = {str(part): self._matcher.verdict_on(str(part)) for part in more.values()}
+        if not more or not isinstance(more, Mapping):
+            return self._matcher.verdict_on(name, *more)
+        parts = {part: self._matcher.verdict_on(name, part) for part in more.values()}
         chosen = [part for part, said in parts.items() if said is not None and said.selected]
-        if 0 < len(chosen) < len(parts) and not (verdict and verdict.selected):
+        if 0 < len(chosen) < len(parts):
             rest = [part for part in parts if part not in chosen]
             raise self._error(
                 f"{listing(chosen)} is stored in one tensor ({name}) with {listing(rest)}, and part of a "
                 f"tensor can't be frozen: freeze {listing(rest)} as well, or none of them"
             )
-        return parts
+        return _together(parts.values())
 
     def _lookup(self, name: str) -> Sequence[str] | Mapping[str, str]:
         if self.name_map is None:
@@ -118,11 +122,19 @@ class Selector:
                 f"{listing(selected)} and {listing(carved)} are one tensor under different names; the "
                 "patterns select it under one and carve it out under another: make them agree"
             )
-        credited = {index for verdict in said.values() for index in verdict.credited}
-        return Verdict(bool(selected), tuple(sorted(credited)))
+        return _together(said.values())
 
     def _error(self, text: str) -> FreezeConfigError:
         return FreezeConfigError(f"role {self.role!r}, patterns {list(self.patterns)}: {text}")
+
+
+def _together(verdicts: Iterable[Verdict | None]) -> Verdict | None:
+    """One verdict for several that agree."""
+    said = [verdict for verdict in verdicts if verdict is not None]
+    if not said:
+        return None
+    credited = {index for verdict in said for index in verdict.credited}
+    return Verdict(said[0].selected, tuple(sorted(credited)))
 
 
 def closest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[tuple[float, str]]:

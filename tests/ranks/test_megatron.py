@@ -142,11 +142,8 @@ class Case:
         return {"distributed_optimizer": self.optimizers[0] == "DistributedOptimizer"}
 
     def __str__(self) -> str:
-        said = [
-            f"{key}={value}"
-            for key, value in vars(self.layout).items()
-            if value not in (1, None, False, {}, 4)
-        ]
+        usual = vars(Layout())
+        said = [f"{key}={value}" for key, value in vars(self.layout).items() if value != usual[key]]
         return ",".join([*said, *self.optimizers])
 
 
@@ -317,6 +314,13 @@ def test_case_18_the_log_says_once_that_expert_bias_still_moves(update_rate: flo
     for _, same, biased in (first, second):
         assert same == [True, True]
         assert biased == [update_rate > 0] * 2  # as before the freeze: not ours to stop; the remedy does
+
+
+def test_a_tied_model_with_mtp_has_a_second_embedding() -> None:
+    layout = Layout(pp=2, tied=True, experts=None, more={"mtp_num_layers": 1})
+    first, last = run_ranks(freeze_on_a_stage, 2, layout, "embedding.word_embeddings.weight")
+    assert first[0] == last[0] == {"0:embedding.word_embeddings.weight"}
+    assert first[1] == last[1] == reference(layout, ["embedding.word_embeddings.weight"])[1]
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
