@@ -24,7 +24,7 @@ class Unmeasurable(Exception):
 
 def state_bytes(
     model: nn.Module, optimizer: str, kwargs: Mapping[str, Any], dtype: torch.dtype
-) -> dict[nn.Parameter, int]:
+) -> list[tuple[nn.Parameter, int]]:
     """For each trainable parameter the bytes of state that an optimizer keeps for it after a step.
 
     Measured on fake tensors, each kind of shape once. Optimizers that read values, such as Adafactor, take
@@ -36,14 +36,14 @@ def state_bytes(
         parts = [("Muon", matrices, {}), ("AdamW", others, {})]
     else:
         parts = [(optimizer, [found.parameter for found in trainable(model)], kwargs)]
-    sizes: dict[nn.Parameter, int] = {}
+    sizes: list[tuple[nn.Parameter, int]] = []
     for name, parameters, options in parts:
         kind = plain._optimizer_class(name)
         accepted = inspect.signature(kind).parameters
         options = {key: value for key, value in {"lr": 1e-3, **options}.items() if key in accepted}
-        shapes = list(dict.fromkeys(tuple(parameter.shape) for parameter in parameters))
-        measured = _measure(partial(kind, **options), shapes, dtype)
-        sizes |= {parameter: measured[tuple(parameter.shape)] for parameter in parameters}
+        shapes = [tuple(parameter.shape) for parameter in parameters]
+        measured = _measure(partial(kind, **options), list(dict.fromkeys(shapes)), dtype)
+        sizes += zip(parameters, map(measured.__getitem__, shapes), strict=True)
     return sizes
 
 

@@ -6,12 +6,14 @@ The model is built on the meta device, or from the names and shapes in safetenso
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -98,20 +100,28 @@ def preview(
             raise BadInput("no MODEL: give a config.json, a safetensors file, or --factory module:function")
         if dtype not in DTYPES:
             raise BadInput(f"--dtype is {dtype!r}, and must be one of {', '.join(DTYPES)}")
-        source = None if factory else words.pop(0)
-        wanted = _wanted(words, config, role)
-        model, complete = call_factory(factory) if factory else open_model(str(source), trust_remote_code)
-        previews = [
-            _preview(
-                model, complete, name, patterns, optimizer or stated, kwargs, DTYPES[dtype], master_weights
-            )
-            for name, (patterns, stated, kwargs) in wanted.items()
-        ]
+        source = "" if factory else words.pop(0)
+        with _without_collector():
+            wanted = _wanted(words, config, role, optimizer)
+            model, complete = call_factory(factory) if factory else open_model(source, trust_remote_code)
+            previews = [_preview(model, complete, each, DTYPES[dtype], master_weights) for each in wanted]
+            print(_as_json(previews, complete) if as_json else _as_text(model, previews, complete))
     except (BadInput, FreezingError) as error:
         print(f"frozen-opt: {printable(str(error))}", file=sys.stderr)
         return 2
-    print(_as_json(previews, complete) if as_json else _as_text(model, previews, complete))
     return _missed(sum(each.plan.parameter_count for each in previews), expect, fail_under)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A checkpoint is a million small objects, among which Python would look for cycles time and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _missed(count: int, expect: int | None, fail_under: int | None) -> int:
@@ -127,24 +137,31 @@ def _missed(count: int, expect: int | None, fail_under: int | None) -> int:
 # What is wanted
 
 
-_Wanted = dict[str, tuple[list[str], str, Mapping[str, Any]]]
-"""Role -> its patterns, its optimizer, and the options of that."""
+class Wanted(NamedTuple):
+    """What is asked of one role."""
+
+    role: str
+    patterns: list[str]
+    optimizer: str
+    options: Mapping[str, Any]
+
 
 _MAX_YAML = 1 << 20
 
 
-def _wanted(patterns: list[str], path: Path | None, role: str | None) -> _Wanted:
+def _wanted(patterns: list[str], path: Path | None, role: str | None, optimizer: str | None) -> list[Wanted]:
     if path is None:
         if not patterns:
             raise BadInput("no patterns: name some after MODEL, or give --config")
-        return {role or "policy": (patterns, "AdamW", {})}
+        return [Wanted(role or "policy", patterns, optimizer or "AdamW", {})]
     if patterns:
         raise BadInput("patterns come from the command line or from --config, not from both")
     try:
         config = _read_config(path)
-        return {
-            each: (read_patterns(config, each), *_optimizer(config, each)) for each in _roles(config, role)
-        }
+        return [
+            Wanted(each, read_patterns(config, each), *_optimizer(config, each, optimizer))
+            for each in _roles(config, role)
+        ]
     except (BadInput, FreezingError):
         raise
     except Exception as error:  # of YAML, or of OmegaConf, which resolves ${...} when it is asked
@@ -194,41 +211,38 @@ def _is_role(node: Any) -> bool:
     return isinstance(node, Mapping) and (has(node, "freeze_parameters") or has(node, "optimizer_config"))
 
 
-def _optimizer(config: Any, role: str) -> tuple[str, Mapping[str, Any]]:
+def _optimizer(config: Any, role: str, optimizer: str | None) -> tuple[str, Mapping[str, Any]]:
     node = lookup(lookup(config, "trainer"), role) or lookup(config, role) or config
     settings = lookup(node, "optimizer_config")
-    return str(lookup(settings, "optimizer") or "AdamW"), dict(lookup(settings, "optimizer_kwargs") or {})
+    stated = str(lookup(settings, "optimizer") or "AdamW")
+    if optimizer not in (None, stated):
+        return str(optimizer), {}
+    return stated, dict(lookup(settings, "optimizer_kwargs") or {})
 
 
 # What it would freeze, and save
 
 
 def _preview(
-    model: nn.Module,
-    complete: bool,
-    role: str,
-    patterns: list[str],
-    optimizer: str,
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    master_weights: bool,
+    model: nn.Module, complete: bool, wanted: Wanted, dtype: torch.dtype, master_weights: bool
 ) -> Preview:
-    plan = plan_freezing(model, patterns, role=role)
+    plan, optimizer = plan_freezing(model, wanted.patterns, role=wanted.role), wanted.optimizer
     if not complete:
         return Preview(plan, optimizer, None, "shards are missing, and with them shapes")
-    frozen = {id(parameter) for name, parameter in named_parameters(model) if name in set(plan.names)}
+    names = set(plan.names)
+    frozen = {id(parameter) for name, parameter in named_parameters(model) if name in names}
     try:
-        sizes = state_bytes(model, optimizer, kwargs, torch.float32 if master_weights else dtype)
+        sizes = state_bytes(model, optimizer, wanted.options, torch.float32 if master_weights else dtype)
     except Unmeasurable as error:
         return Preview(plan, optimizer, None, str(error))
     if master_weights and dtype != torch.float32:
-        sizes = {parameter: size + 4 * parameter.numel() for parameter, size in sizes.items()}
+        sizes = [(parameter, size + 4 * parameter.numel()) for parameter, size in sizes]
     return Preview(
         plan,
         optimizer,
         {
-            "without_freezing": sum(sizes.values()),
-            "with_freezing": sum(size for parameter, size in sizes.items() if id(parameter) not in frozen),
+            "without_freezing": sum(size for _, size in sizes),
+            "with_freezing": sum(size for parameter, size in sizes if id(parameter) not in frozen),
         },
     )
 

@@ -105,23 +105,31 @@ def _transformers_model(path: Path, settings: Mapping[str, Any], trust_remote_co
     return model
 
 
+class _Node(nn.Module):
+    """Parameters and children under any name, without the rest of a module, of which there are many."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(_parameters={}, _modules={})
+
+
 def _tree(shapes: Shapes, path: Path) -> tuple[nn.Module, bool]:
     """Bare modules with the tensors of a checkpoint as their parameters, for the one way of matching."""
     for name in shapes:
         if not all(name.split(".")) or name.count(".") > 100:
             raise BadInput(f"{path} has a tensor {name!r}, which is no parameter's name")
-    root = nn.Module()
+    try:
+        values = {shape: torch.empty(shape or (), device="meta") for shape in set(shapes.values())}
+    except RuntimeError as error:
+        raise BadInput(f"{path} has a tensor of impossible shape: {first_line(error)}") from error
+    root = _Node()
     for name in in_model_order({name: name for name in shapes}, findings=2):  # files have another order
         module = root
         *parents, attribute = name.split(".")
         for parent in parents:
-            # Not add_module and the like: these refuse names of nn.Module's own attributes.
-            module = module._modules.setdefault(parent, nn.Module())  # type: ignore[assignment]
-        try:
-            values = torch.empty(shapes[name] or (), device="meta")
-        except RuntimeError as error:
-            raise BadInput(f"{path} has a tensor {name!r} of impossible shape {shapes[name]}") from error
-        module._parameters[attribute] = nn.Parameter(values)
+            if parent not in module._modules:
+                module._modules[parent] = _Node()
+            module = module._modules[parent]  # type: ignore[assignment]
+        module._parameters[attribute] = nn.Parameter(values[shapes[name]])
     return root, None not in shapes.values()
 
 
