@@ -17,6 +17,7 @@ from loguru import logger
 from torch import nn
 
 from frozen_opt import ranks
+from frozen_opt.errors import printable
 
 if TYPE_CHECKING:
     from frozen_opt.verify import Fingerprint
@@ -202,8 +203,10 @@ def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
     }
     logger.bind(**data).info(
         "{}",
-        f"{new.role}: froze {new.parameter_count} parameters ({new.element_count:,} elements, backend "
-        f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied),
+        printable(
+            f"{new.role}: froze {new.parameter_count} parameters ({new.element_count:,} elements, backend "
+            f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied)
+        ),
     )
     for warning in warnings:
         logger.bind(role=new.role).warning("{}: {}", new.role, warning)

@@ -464,6 +464,16 @@ def test_names_can_not_reach_the_terminal(tmp_path: Path, capfd: pytest.CaptureF
     assert json.loads(out[out.index("{\n") :])["policy"]["names"] == [evil]
 
 
+def test_names_can_not_reach_the_terminal_from_the_log_or_an_error(logs: list[Any]) -> None:
+    model = nn.Module()
+    model.register_parameter("evil\x1b[31m\n", nn.Parameter(torch.zeros(1)))
+    model.register_parameter("rest", nn.Parameter(torch.zeros(1)))
+    frozen_opt.freeze_parameters(model, ["evil*"], role="policy")
+    assert r"evil\x1b[31m\n" in logs[-1]["message"]
+    with pytest.raises(frozen_opt.UnmatchedPatternError, match=r"closest names: evil\\x1b\[31m\\n"):
+        frozen_opt.plan_freezing(model, ["evi"], role="policy")
+
+
 def test_code_that_comes_with_a_model_runs_only_when_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
