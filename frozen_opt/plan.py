@@ -256,8 +256,8 @@ def prove_apart(role: str, held: set[int]) -> None:
     for other, name, parameter in frozen_elsewhere(role):
         if id(parameter) in held:
             raise FrozenParameterInOptimizerError(
-                f"the optimizer of role {role!r} holds {listing([name])}, which role {other!r} has frozen: they share "
-                f"this tensor. Freeze it for {role!r} as well, or leave it trainable for both"
+                f"the optimizer of role {role!r} holds {listing([name])}, which role {other!r} has frozen: "
+                f"they share this tensor. Freeze it for {role!r} as well, or leave it trainable for both"
             )
 
 

@@ -94,8 +94,8 @@ class Selector:
         if 0 < len(chosen) < len(parts):
             rest = [part for part in parts if part not in chosen]
             raise self._error(
-                f"{listing(chosen)} is stored in one tensor ({listing([name])}) with {listing(rest)}, and part of a "
-                f"tensor can't be frozen: freeze {listing(rest)} as well, or none of them"
+                f"{listing(chosen)} is stored in one tensor ({listing([name])}) with {listing(rest)}, and "
+                f"part of a tensor can't be frozen: freeze {listing(rest)} as well, or none of them"
             )
         return _together(parts.values())
 
