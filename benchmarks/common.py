@@ -21,7 +21,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,20 @@ class Result:
     name: str
     data: Mapping[str, Any]
     """Goes to the JSON file, with the machine."""
-    table: Table
+    tables: Sequence[Table]
     figure: Figure
     claims: Mapping[str, bool]
     """What the benchmark says of frozen_opt -> whether this run bears it out."""
 
     def finish(self, full: bool) -> bool:
-        """Print the table, write JSON and PNG, and say which claims hold. Do all of them?"""
+        """Print the tables, write JSON and PNG, and say which claims hold. Do all of them?"""
         folder = RESULTS if full else RESULTS / "small"
         folder.mkdir(parents=True, exist_ok=True)
         written = {"machine": machine(), "full": full, "claims": self.claims, **self.data}
         Path(folder, f"{self.name}.json").write_text(json.dumps(written, indent=1) + "\n")
         self.figure.savefig(Path(folder, f"{self.name}.png"), dpi=100)
-        console.print(self.table)
+        for each in self.tables:
+            console.print(each)
         for claim, holds in self.claims.items():
             console.print("[green]holds[/]" if holds else "[bold red]FAILS[/]", claim, highlight=False)
         return all(self.claims.values())
@@ -65,7 +66,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """A table whose first column is text, and all others numbers."""
     result = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
-        result.add_column(column, justify="right" if place else "left")
+        result.add_column(column, justify="right" if place else "left", no_wrap=not place)
     for row in rows:
         result.add_row(*map(str, row))
     return result

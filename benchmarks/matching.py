@@ -179,20 +179,22 @@ def run(full: bool) -> Result:
     return Result(
         "matching",
         {"measured": measured},
-        table(
-            "Planning and freezing, in bare walks over named_parameters()",
-            ["tree", "parameters", "patterns", "bare walk", *list(WAYS)[1:]],
-            [
-                (
-                    row["tree"],
-                    f"{row['parameters']:,}",
-                    row["patterns"],
-                    f"{row['seconds']['bare walk'] * 1e3:.0f} ms",
-                    *(f"{row['ratio'][way]:.2f}×" for way in list(WAYS)[1:]),
-                )
-                for row in largest
-            ],
-        ),
+        [
+            table(
+                "Planning and freezing, in bare walks over named_parameters()",
+                ["tree", "parameters", "patterns", "bare walk", *list(WAYS)[1:]],
+                [
+                    (
+                        row["tree"],
+                        f"{row['parameters']:,}",
+                        row["patterns"],
+                        f"{row['seconds']['bare walk'] * 1e3:.0f} ms",
+                        *(f"{row['ratio'][way]:.2f}×" for way in list(WAYS)[1:]),
+                    )
+                    for row in largest
+                ],
+            )
+        ],
         plot([row for row in measured if row["patterns"] == 50]),
         claims,
     )
