@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ class DeepSpeedBackend(Backend):
     name = "deepspeed"
 
     def recognises(self, walk: Walk) -> bool:
+        if "deepspeed" not in sys.modules:
+            return False
         return not walk.classes.isdisjoint((_ENGINE, _PIPELINE)) or any(
             hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in walk.parameters
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class FSDPBackend(Backend):
     name = "fsdp"
 
     def recognises(self, walk: Walk) -> bool:
+        if "torch.distributed.fsdp" not in sys.modules:
+            return False
         return not walk.classes.isdisjoint((_FSDP1, _FSDP2)) or any(map(_from_flat, walk.parameters))
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
@@ -43,7 +46,8 @@ class FSDPBackend(Backend):
         if any(id(parameter) in gathered for parameter in walk.parameters):
             return (
                 "FSDP2 shows gathered parameters since a forward that no backward followed, and neither a "
-                "freeze nor an optimizer would reach the shards: call model.reshard() first"
+                "freeze nor an optimizer would reach the shards: call reshard() on each FSDPModule in the "
+                "model first"
             )
         return None
 

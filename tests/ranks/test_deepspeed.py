@@ -1,5 +1,7 @@
 """DeepSpeed on real ranks: ZeRO 0 to 3, `zero.Init`, client and configured optimizers, pipelines."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -234,8 +236,8 @@ def too_late() -> None:
         model = qwen.build()
         client = backend.build_optimizer(model, POLICY)
         engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=client, config=config)
-        # Without the refusal the plan is made, and three steps move every "frozen" tensor, but on stage 0 in
-        # float32, where torch's optimizer passes over parameters without gradient. (Let
+        # Without the refusal the plan is made, and three steps move all "frozen" tensors that have a weight
+        # decay (6 of the 8) for every one of these optimizers but torch's own of stage 0. (Let
         # DeepSpeedBackend.refusal return None, and train with `qwen.train` in place of `pytest.raises`.)
         inside = [engine] if name.startswith("stage 0") else [engine, engine.module]
         for wrapped in [*inside, qwen.HFModelWrapper(engine)]:
@@ -334,6 +336,17 @@ def other_optimizers() -> None:
 
 def test_optimizers_that_deepspeed_may_or_may_not_show() -> None:
     run_ranks(other_optimizers, 1, timeout=30)
+
+
+def test_nothing_is_imported_for_those_who_use_none_of_it() -> None:
+    script = (
+        "import sys, torch, frozen_opt\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
+        "frozen_opt.freeze_parameters(model, ['0.*'], role='policy')\n"
+        "print([name for name in ('deepspeed', 'torch.distributed.fsdp') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_muon_is_no_client_optimizer() -> None:

@@ -100,18 +100,20 @@ def after_a_step() -> qwen.Run:
 
 
 def after_evaluation() -> qwen.Run:
-    """A forward without a backward leaves the root's parameters gathered, until told otherwise."""
-    model = shard(qwen.build())
+    """A forward without a backward leaves parameters gathered, those of the root in any case."""
+    model = shard(qwen.build(), reshard_after_forward=False)
     with torch.no_grad():
         model(input_ids=qwen.tokens())
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     # Without the refusal all ranks report 8 frozen parameters, and the optimizer gets the gathered copies of
     # the root's: `lm_head.weight` never trains, and where the list names one of the root's, its shard keeps
     # requires_grad and moves. (Take `gathered` out of FSDPBackend.refusal, run with -k after_evaluation.)
-    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"call model\.reshard\(\) first"):
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"call reshard\(\) on each FSDPModule"):
         build_optimizer(model, POLICY)
     assert all(parameter.requires_grad == flag for parameter, flag in before)
-    model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return train(model, build_optimizer(model, POLICY))
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -56,6 +59,14 @@ def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
     for layer in layers(model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def all_at_once(model: nn.Module) -> nn.Module:
+    """Each block checkpointed, compiled and sharded, in torchtitan's order."""
+    torch.compiler.reset()
+    for name, layer in layers(model).named_children():
+        layers(model).register_module(name, torch.compile(checkpoint_wrapper(layer), backend="eager"))
+    return fsdp2(model)
 
 
 def fsdp2_and_tp(model: nn.Module) -> nn.Module:
@@ -119,10 +130,11 @@ def plain(model: nn.Module) -> nn.Module:
 LAUNCHES: list[tuple[int, int, dict[str, Any]]] = [
     # ranks, data-parallel size, what to wrap the model in
     (1, 1, {"plain": plain, "compiled": compiled, "checkpointed": checkpointed}),
-    (2, 2, {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, **{f"zero{stage}": stage for stage in range(4)}}),
+    (2, 2, {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "all at once": all_at_once}),
+    (2, 2, {f"zero{stage}": stage for stage in range(4)}),
     (4, 2, {"fsdp2 and tp": fsdp2_and_tp}),
 ]
-BACKENDS = {"fsdp1": "fsdp", "fsdp2": "fsdp", "fsdp2 and tp": "fsdp"}
+BACKENDS = dict.fromkeys(["fsdp1", "fsdp2", "all at once", "fsdp2 and tp"], "fsdp")
 BACKENDS |= {f"zero{stage}": "deepspeed" for stage in range(4)}
 
 
