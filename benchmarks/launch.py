@@ -1,0 +1,36 @@
+"""Real ranks for benchmarks: processes with a gloo group, on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+# One server imports the heavy packages once; ranks are forked from it.
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "frozen_opt"])
+
+
+def run_ranks(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """Call a module-level function on each rank, and return what each returned, in the order of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (count, folder, function, arguments), nprocs=count, start_method="forkserver")
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(count)]
+
+
+def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120))
+    Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+    dist.barrier()  # no rank goes while another still talks to it
+    os._exit(0)  # interpreter shutdown with live gloo threads can hang
