@@ -54,7 +54,7 @@ class FreezePlan(Frozen):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze for good, unless the body raises on some rank: then every rank puts its flags back."""
-        changed = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        flags = {name: parameter.requires_grad for name, parameter in self._parameters.items()}
         self._freeze()
         error: Exception | None = None
         try:
@@ -64,7 +64,7 @@ class FreezePlan(Frozen):
                 error = raised
             ranks.check_together(error, self.role, self.patterns, self._group)
         except BaseException:
-            self._put_back(changed)
+            self._put_back(flags)
             raise
 
     def prove(self, result: object) -> Proof:
@@ -153,13 +153,13 @@ class FreezePlan(Frozen):
         for parameter in self._parameters.values():
             parameter.requires_grad_(False)
 
-    def _put_back(self, changed: Sequence[str]) -> None:
-        for name in changed:
-            self._parameters[name].requires_grad_(True)
+    def _put_back(self, flags: Mapping[str, bool]) -> None:
+        for name, flag in flags.items():
+            self._parameters[name].requires_grad_(flag)
         current = self._select_again().frozen  # the factory may have registered other tensors
-        for name in changed:
+        for name, flag in flags.items():
             if name in current:
-                current[name].parameter.requires_grad_(True)
+                current[name].parameter.requires_grad_(flag)
 
 
 def plan_freezing(

@@ -6,6 +6,7 @@ weights, which depend on the canonical names alone, so a wrong name shows as a w
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -200,14 +201,14 @@ def test_case_7_a_pipeline_stage_may_have_nothing_to_train(patterns: list[str], 
     assert all(rank.optimizers == [optimizer] for rank in ranks)
 
 
-def refuse_late(patterns: list[str], by_hand: bool, ddp: dict[str, Any]) -> tuple[str, bool]:
-    chunks = wrap(Layout(pp=2).chunks(), **ddp)
+def refuse_late(layout: Layout, pattern: str, by_hand: bool, ddp: dict[str, Any]) -> tuple[str, bool]:
+    chunks = wrap(layout.chunks(), **ddp)
     if by_hand:
         for name, parameter in named_parameters(chunks):
-            parameter.requires_grad_(name != "output_layer.weight")
+            parameter.requires_grad_(not fnmatchcase(name, pattern))
     before = [(name, parameter.requires_grad) for name, parameter in named_parameters(chunks)]
     with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
-        with_freezing("policy", patterns=patterns)(megatron.build_optimizer)(
+        with_freezing("policy", patterns=[pattern])(megatron.build_optimizer)(
             chunks, {"optimizer_config": SETTINGS}
         )
     after = [(name, parameter.requires_grad) for name, parameter in named_parameters(chunks)]
@@ -221,14 +222,20 @@ def refuse_late(patterns: list[str], by_hand: bool, ddp: dict[str, Any]) -> tupl
 @pytest.mark.parametrize("ddp", [{}, {"distributed_optimizer": True}], ids=["plain", "sharded"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
 @pytest.mark.parametrize(
-    "patterns", [["*.router.weight"], ["output_layer.weight"]], ids=["all", "last stage"]
+    ("layout", "pattern"),
+    [
+        (Layout(pp=2), "*.router.weight"),
+        (Layout(pp=2), "output_layer.weight"),  # on the last stage alone
+        (Layout(ep=2), "*.1.mlp.experts.local_experts.3.linear_fc1.weight"),  # on the second rank alone
+    ],
+    ids=["routers", "output layer", "expert"],
 )
 def test_case_11_a_freeze_after_ddp_is_refused_on_every_rank(
-    patterns: list[str], by_hand: bool, ddp: dict[str, Any]
+    layout: Layout, pattern: str, by_hand: bool, ddp: dict[str, Any]
 ) -> None:
-    texts, untouched = zip(*run_ranks(refuse_late, 2, patterns, by_hand, ddp, timeout=30), strict=True)
+    texts, untouched = zip(*run_ranks(refuse_late, 2, layout, pattern, by_hand, ddp, timeout=30), strict=True)
     assert all("register_pre_wrap_hook(frozen_opt.freezing_hook(" in text for text in texts)
-    assert all(patterns[0].removeprefix("*") in text for text in texts)
+    assert all(f"{pattern.removeprefix('*')} has a place in its gradient buffers" in text for text in texts)
     assert all(untouched)
 
 
@@ -408,15 +415,17 @@ def bypass(chunks: Any, ddp: dict[str, Any]) -> Any:
     return FP32Optimizer(torch.optim.SGD(parameters), OptimizerConfig(), None)
 
 
-def catch(factory: Any, bf16: bool, ddp: dict[str, Any]) -> tuple[str, bool]:
+def catch(factory: Any, bf16: bool, ddp: dict[str, Any], hook: bool) -> tuple[str, set[bool]]:
     chunks = Layout(pp=2, bf16=bf16).chunks()
+    if hook:
+        frozen_opt.freezing_hook("policy", ["output_layer.weight"])(chunks)
     with pytest.raises(frozen_opt.FrozenParameterInOptimizerError) as caught:
         with_freezing("policy", patterns=["output_layer.weight"])(factory)(chunks, ddp)
-    return str(caught.value), all(
-        parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()
-    )
+    named = named_parameters(chunks)
+    return str(caught.value), {value.requires_grad for name, value in named if name == "output_layer.weight"}
 
 
+@pytest.mark.parametrize("hook", [False, True], ids=["", "frozen by a hook"])
 @pytest.mark.parametrize(
     ("factory", "bf16", "ddp"),
     [
@@ -425,11 +434,15 @@ def catch(factory: Any, bf16: bool, ddp: dict[str, Any]) -> tuple[str, bool]:
         (build_and_wrap, True, {}),  # it steps copies: identity would find nothing
         (build_and_wrap, True, {"distributed_optimizer": True}),
     ],
+    ids=["bypass", "plain", "mixed", "sharded"],
 )
-def test_a_frozen_parameter_in_the_optimizer_is_caught(factory: Any, bf16: bool, ddp: dict[str, Any]) -> None:
-    for text, put_back in run_ranks(catch, 2, factory, bf16, ddp):
-        assert "the optimizer holds 1 frozen parameters: output_layer.weight" in text
-        assert put_back
+def test_a_frozen_parameter_in_the_optimizer_is_caught(
+    factory: Any, bf16: bool, ddp: dict[str, Any], hook: bool
+) -> None:
+    first, last = run_ranks(catch, 2, factory, bf16, ddp, hook)
+    assert "the optimizer holds 1 frozen parameters: output_layer.weight" in last[0]
+    assert first == (last[0], set())
+    assert last[1] == {not hook}  # as before the call
 
 
 def build_unknown() -> None:
