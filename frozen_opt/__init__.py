@@ -9,6 +9,7 @@ from frozen_opt.errors import (
     FrozenParameterChangedError,
     FrozenParameterInOptimizerError,
     NothingTrainableError,
+    ResumeMismatchError,
     UnmatchedPatternError,
     UnsupportedBackendError,
 )
@@ -20,6 +21,7 @@ from frozen_opt.names import (
 )
 from frozen_opt.plan import FreezePlan, freeze_parameters, plan_freezing
 from frozen_opt.report import FreezeReport, metrics, report, reset
+from frozen_opt.resume import migrate_optimizer_state
 
 __all__ = [
     "Backend",
@@ -30,11 +32,13 @@ __all__ = [
     "FrozenParameterChangedError",
     "FrozenParameterInOptimizerError",
     "NothingTrainableError",
+    "ResumeMismatchError",
     "UnmatchedPatternError",
     "UnsupportedBackendError",
     "freeze_parameters",
     "freezing_hook",
     "metrics",
+    "migrate_optimizer_state",
     "named_parameters",
     "plan_freezing",
     "read_patterns",

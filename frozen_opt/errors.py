@@ -31,6 +31,17 @@ class NothingTrainableError(FreezingError):
     """The patterns leave nothing to train."""
 
 
+class ResumeMismatchError(FreezingError):
+    """A checkpoint was saved under another freeze list."""
+
+    def __init__(self, text: str, now_trainable: Sequence[str] = (), now_frozen: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.now_trainable = tuple(now_trainable)
+        """Frozen when the checkpoint was saved."""
+        self.now_frozen = tuple(now_frozen)
+        """Trainable when the checkpoint was saved."""
+
+
 def printable(text: str) -> str:
     """The text with newlines, terminal escapes and the like written out, as in a Python string."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

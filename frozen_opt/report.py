@@ -106,6 +106,38 @@ class FreezeReport(Frozen):
 
         return take_fingerprint(self, model, group=group)
 
+    def state_dict(
+        self,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What a checkpoint should hold of this freeze: plain data, for `check_resume`.
+
+        Args:
+            model: If given with the optimizer, the names of the optimizer's parameters go along, by which
+                `migrate_optimizer_state` can move its state to another freeze list.
+            optimizer: A torch optimizer over the model's own parameters.
+        """
+        from frozen_opt.resume import report_state
+
+        return report_state(self, model, optimizer)
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        """Check, before the optimizer's state is loaded, that it was saved under this freeze.
+
+        Compares names: as many others are no match. No collective: every rank has the same names.
+
+        Args:
+            saved: What `state_dict` gave then.
+
+        Raises:
+            ResumeMismatchError: Other parameters were frozen; `now_trainable` and `now_frozen` name them.
+            FreezeConfigError: `saved` is something else, or another role's.
+        """
+        from frozen_opt.resume import check_resume
+
+        check_resume(self, saved)
+
     def metrics(self) -> dict[str, int]:
         """`<role>/frozen_parameter_count` and `<role>/frozen_element_count`."""
         return {
