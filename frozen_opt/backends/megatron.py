@@ -53,12 +53,13 @@ class MegatronBackend(Backend):
         return [*_expert_bias(matched), *_recompute(walk, matched)]
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
+        wanted = set(map(id, parameters))
         shards = {
             id(parameter): _shards(name, parameter, owner, chunk)
             for chunk in walk.chunks
             for owner in chunk.modules()
             for name, parameter in owner._parameters.items()
-            if parameter is not None
+            if parameter is not None and id(parameter) in wanted
         }
         return [parameter.numel() * shards[id(parameter)] for parameter in parameters]
 
@@ -139,7 +140,8 @@ for _name in (
 ):
     register_renumbering(f"megatron.core.{_name}", _global_layers)
 register_renumbering("megatron.core.transformer.moe.moe_layer.BaseMoELayer", _global_experts)
-register_renumbering("megatron.core.models.gpt.gpt_model.GPTModel", _tied_output)
+for _name in ("gpt.gpt_model.GPTModel", "mamba.mamba_model.MambaModel"):
+    register_renumbering(f"megatron.core.models.{_name}", _tied_output)
 
 
 # --- what is where

@@ -17,7 +17,7 @@ import frozen_opt
 from frozen_opt import FreezeConfigError, FreezeReport, named_parameters, with_freezing
 from frozen_opt.backends import find_optimizers, megatron
 from tests.ranks.launch import run_ranks
-from tests.ranks.megatron_cpu import Layout, batches, run_bare_step, run_step, wrap
+from tests.ranks.megatron_cpu import LENGTH, Layout, batches, run_bare_step, run_step, wrap
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -170,7 +170,7 @@ TIED = ["embedding.word_embeddings.weight", "decoder.layers.3.*"]
         Case(Layout(pp=2, tied=True), [PLAIN]),
         # Its two copies on two stages are one parameter. Without that, the stage with the trainable copy
         # waits for ever for the other's gradient. To see it, take the renaming away:
-        #   sed -i '/_tied_output)$/d' frozen_opt/backends/megatron.py
+        #   sed -i '/, _tied_output)$/s/_tied_output/lambda _: {}/' frozen_opt/backends/megatron.py
         #   pytest -n 0 tests/ranks/test_megatron.py -k tied
         Case(Layout(pp=2, tied=True), [PLAIN], TIED),
         Case(Layout(pp=2, vpp=2, tied=True), [SHARDED], TIED),
@@ -239,13 +239,59 @@ def test_case_11_a_freeze_after_ddp_is_refused_on_every_rank(
     assert all(untouched)
 
 
-def refuse_megatron_fsdp(frozen: bool) -> str:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+def meshes_on_cpu() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from_group = DeviceMesh.from_group
     DeviceMesh.from_group = staticmethod(lambda group, device_type, **more: from_group(group, "cpu", **more))
+
+
+def train_on_torch_fsdp(late: bool) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+
+    meshes_on_cpu()
+    layout = Layout(dp=2, experts=None, more={"transformer_impl": "local"})
+    chunks, (bare,) = layout.chunks(), layout.chunks()
+    patterns = ["*.linear_proj.weight", "decoder.layers.2.*"]
+    names = frozen_opt.freeze_parameters(bare, patterns, role="bare").names
+    twin = torch.optim.AdamW(frozen_opt.trainable_parameters(bare), lr=1e-2, weight_decay=0.1)
+    if not late:
+        frozen_opt.freezing_hook("policy", patterns)(chunks)
+    chunks = [TorchFullyShardedDataParallel(chunks[0].config, DistributedDataParallelConfig(), chunks[0])]
+    factory = with_freezing("policy", patterns=patterns)(megatron.build_optimizer)
+    optimizer = factory(chunks, {"optimizer_config": SETTINGS})
+    assert frozen_opt.report("policy").names == names
+    assert frozen_opt.report("policy").element_count == frozen_opt.report("bare").element_count
+    before = {name: value.full_tensor().clone() for name, value in named_parameters(chunks)}
+    for step in range(3):
+        tokens = batches(step)[0]
+        losses = []
+        for model, one in ((chunks[0], optimizer), (bare, twin)):
+            loss = model(tokens, torch.arange(LENGTH)[None], None, labels=tokens.roll(1, -1)).mean()
+            loss.backward()
+            one.step()
+            one.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    same = [
+        name for name, value in named_parameters(chunks) if torch.equal(value.full_tensor(), before[name])
+    ]
+    assert same == list(names)
+    assert {id(value) for _, value in optimizer.state} == set(
+        map(id, frozen_opt.trainable_parameters(chunks))
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_torch_fsdp_under_megatron_takes_a_freeze_before_and_after(late: bool) -> None:
+    run_ranks(train_on_torch_fsdp, 2, late)
+
+
+def refuse_megatron_fsdp(frozen: bool) -> str:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    meshes_on_cpu()
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads"
     )
