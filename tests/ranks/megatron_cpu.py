@@ -275,5 +275,6 @@ def run_bare_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> fl
         loss = model(tokens, torch.arange(LENGTH)[None], None, labels=tokens.roll(1, -1)).mean() / 2
         loss.backward()
         total += float(loss.detach())
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1  # it clips
     optimizer.step()
     return total
