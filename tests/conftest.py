@@ -6,15 +6,6 @@ from typing import Any
 import pytest
 from loguru import logger
 
-import frozen_opt
-
-
-@pytest.fixture(autouse=True)
-def _nothing_frozen() -> Iterator[None]:
-    frozen_opt.reset()
-    yield
-    frozen_opt.reset()
-
 
 @pytest.fixture
 def logs() -> Iterator[list[Any]]:
