@@ -47,7 +47,8 @@ class DeepSpeedBackend(Backend):
                 "DeepSpeed's optimizer shows none of the model's parameters, so that nothing can be told of "
                 "it: teach frozen_opt this optimizer with register_backend"
             )
-        names = [found.name for found in matched if id(found.parameter) in held or _taken(found.parameter)]
+        held |= _marked(walk.parameters)
+        names = [found.name for found in matched if id(found.parameter) in held]
         if not names:
             return None
         return (
@@ -83,14 +84,13 @@ class DeepSpeedBackend(Backend):
         return [parameter for kind in groups for group in kind for parameter in group]
 
 
-def _taken(parameter: nn.Parameter) -> bool:
-    """Whether a ZeRO optimizer has marked this parameter as one that it steps.
-
-    The engine is not at hand where its inner module is passed.
-    """
-    if (stage3 := getattr(parameter, "_z3_optimizer", None)) is not None:  # on all of the module's
-        return any(parameter is held for group in stage3.fp16_groups for held in group)
-    return hasattr(parameter, "_hp_mapping")
+def _marked(parameters: Sequence[nn.Parameter]) -> set[int]:
+    """Ids of what ZeRO's optimizers hold, by their marks: the engine is not at hand inside it."""
+    stage3 = {id(mark): mark for p in parameters if (mark := getattr(p, "_z3_optimizer", None)) is not None}
+    return {
+        *(id(parameter) for parameter in parameters if hasattr(parameter, "_hp_mapping")),
+        *(id(parameter) for mark in stage3.values() for group in mark.fp16_groups for parameter in group),
+    }
 
 
 def build_optimizer(model: nn.Module, config: object) -> torch.optim.Optimizer:
