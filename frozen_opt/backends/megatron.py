@@ -19,6 +19,7 @@ from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listin
 from frozen_opt.names import Found, Renumbering, Walk, module_list, register_renumbering
 
 _MODULE = "megatron.core.transformer.module.MegatronModule"
+_GPT = "megatron.core.models.gpt.gpt_model.GPTModel"
 _DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 _MEGATRON_FSDP = (
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP",
@@ -140,8 +141,8 @@ for _name in (
 ):
     register_renumbering(f"megatron.core.{_name}", _global_layers)
 register_renumbering("megatron.core.transformer.moe.moe_layer.BaseMoELayer", _global_experts)
-for _name in ("gpt.gpt_model.GPTModel", "mamba.mamba_model.MambaModel"):
-    register_renumbering(f"megatron.core.models.{_name}", _tied_output)
+for _name in (_GPT, "megatron.core.models.mamba.mamba_model.MambaModel"):
+    register_renumbering(_name, _tied_output)
 
 
 # --- what is where
@@ -184,29 +185,25 @@ def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
         for per_rank in ("dp_cp_params_list", "expt_dp_params_list"):  # the layer-wise optimizer's
             for parameters in vars(optimizer).get(per_rank) or ():
                 yield from parameters
-    elif optimizer.is_stub_optimizer:
+    elif getattr(optimizer, "is_stub_optimizer", False):
         return
-    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer"):
-        if optimizer.ddp_config.use_megatron_fsdp:
-            yield from _in_groups(optimizer)
-            return
+    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer") and not (
+        optimizer.ddp_config.use_megatron_fsdp  # has no buffers
+    ):
         for buffer in optimizer.buffers:  # its own groups list those of which this rank has a shard
             yield from buffer.param_index_map
     elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.Float16OptimizerWithFloat16Params"):
         for group in (*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups):
             yield from group
     elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.FP32Optimizer"):
-        yield from _in_groups(optimizer)
+        for group in optimizer.param_groups:
+            yield from group["params"]
     else:
         raise UnsupportedBackendError(
             f"frozen_opt does not know the Megatron optimizer {type(optimizer).__module__}."
             f"{type(optimizer).__qualname__}, so it can't prove that nothing frozen is in it: teach it with "
             "register_backend"
         )
-
-
-def _in_groups(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 # --- warnings
@@ -230,29 +227,25 @@ def _recompute(walk: Walk, matched: Sequence[Found]) -> list[str]:
         return any(p.requires_grad and id(p) not in frozen for p in module.parameters())
 
     def starves(model: Any) -> bool:
-        if trains(model.embedding):
+        if not model.pre_process or trains(model.embedding):
             return False
         if model.config.recompute_granularity == "full":
             return trains(model.decoder.layers)
-        if model.config.recompute_granularity != "selective":
-            return False
-        if not {"mlp", "moe"} & set(model.config.recompute_modules):
-            return False
         for layer in model.decoder.layers:
             if any(trains(part) for name, part in layer.named_children() if name != "mlp"):
                 return False
             if trains(layer.mlp):
-                return True
+                return layer.recompute_mlp or getattr(layer.mlp, "moe_layer_recompute", False)
         return False
 
     modules = [module for chunk in walk.chunks for module in chunk.modules()]
-    models = [module for module in modules if {"embedding", "decoder"} <= module._modules.keys()]
-    if not any(map(starves, models)):
+    if not any(starves(module) for module in modules if _is_a(module, _GPT)):
         return []
     return [
         "everything before the first recomputed layer is frozen, and Megatron's activation recompute "
-        "(recompute_granularity) passes no gradient into layers whose input requires none: the recomputed "
-        "layers will not train. Recompute core_attn alone, or let the embedding's output require a gradient: "
+        "(recompute_granularity) passes no gradient into layers whose input requires none: they will not "
+        'train. Use recompute_granularity="selective" with recompute_modules=["core_attn"], or let the '
+        "embedding's output require a gradient: "
         "model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())"
     ]
 

@@ -378,6 +378,7 @@ def test_a_tied_model_with_mtp_has_a_second_embedding() -> None:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ATTENTION = ["*.self_attention.*", "*layernorm*"]
 
 
@@ -405,6 +406,7 @@ def recompute(more: dict[str, Any], patterns: list[str], remedy: bool) -> tuple[
         (MOE, ["embedding.*"], False),
         (MOE, ["embedding.*", *ATTENTION], True),
         (MOE, ATTENTION, False),
+        (CORE, ["embedding.*", *ATTENTION], False),
         ({}, ["embedding.*", *ATTENTION], False),
     ],
 )
@@ -414,6 +416,19 @@ def test_recompute_that_starves_layers_of_gradients_is_warned_of(
     warnings, trained, trainable = run_ranks(recompute, 1, more, patterns, False)[0]
     assert (trained == 0 and trainable > 0) == starved
     assert [("recompute_granularity" in text) for text in warnings] == [True] * starved
+
+
+def warn_of_the_last_stage() -> list[str]:
+    warnings: list[str] = []
+    logger.add(lambda message: warnings.append(message.record["message"]), level="WARNING")
+    chunks = Layout(pp=2, experts=None, more={"mtp_num_layers": 1, **FULL}).chunks()
+    frozen_opt.freeze_parameters(chunks, ["embedding.*", "decoder.layers.[01].*"], role="policy")
+    return warnings
+
+
+def test_a_later_stage_never_starves() -> None:
+    """With MTP it has an embedding as well, but its input comes from the stage before, with a gradient."""
+    assert run_ranks(warn_of_the_last_stage, 2) == [[], []]
 
 
 def test_the_remedy_against_starving_holds() -> None:
@@ -498,7 +513,7 @@ def build_unknown() -> None:
         """Knows copies of the parameters alone."""
 
         def __init__(self, chunks: Any) -> None:
-            self.is_stub_optimizer = False
+            pass
 
         reload_model_params = state_dict = load_state_dict = sharded_state_dict = zero_grad = lambda self: (
             None
