@@ -39,10 +39,6 @@ class Backend:
         """What will surprise a user who freezes `matched`, a sentence or two each, with the remedy."""
         return []
 
-    def more_names(self, found: Found) -> Sequence[str]:
-        """Other canonical names under which the bare, unsplit model knows this parameter."""
-        return ()
-
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements each parameter has in full, all its shards together."""
         return [parameter.numel() for parameter in parameters]

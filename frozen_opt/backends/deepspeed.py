@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from frozen_opt.backends import Backend, find_optimizers, plain
+from frozen_opt.backends import find_optimizers, plain
+from frozen_opt.backends.plain import TorchBackend
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Walk
@@ -23,7 +24,7 @@ _OFFLOAD = "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload"
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
-class DeepSpeedBackend(Backend):
+class DeepSpeedBackend(TorchBackend):
     """DeepSpeed leaves frozen parameters alone, if they were frozen when it took the optimizer over."""
 
     name = "deepspeed"
