@@ -27,7 +27,7 @@ def resting_parameters(model: nn.Module | Sequence[nn.Module]) -> tuple[dict[str
 
 def bits(elements: torch.Tensor) -> torch.Tensor:
     """The elements as integers in one dimension: equal only where every bit is, NaN and -0.0 included."""
-    return elements.detach().contiguous().flatten().view(_INTEGERS[elements.element_size()])
+    return elements.detach().flatten().view(_INTEGERS[elements.element_size()])
 
 
 def mixed_bits(elements: torch.Tensor, salt: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -80,6 +80,12 @@ def undo_on_one_rank() -> dict[str, str]:
     if last:
         flip_one_bit(kept)
 
+    halves = [torch.empty(1, 8) for _ in range(2)]
+    dist.all_gather(halves, kept.detach().to_local().contiguous())
+    kept.detach().to_local().copy_(halves[0 if last else 1])
+    said["swapped"] = failure(lambda: report.verify(model, fingerprint=before))
+    kept.detach().to_local().copy_(halves[1 if last else 0])
+
     if last:
         optimizer.add_param_group({"params": [kept]})
     said["optimizer"] = failure(lambda: report.verify(model, optimizer))
@@ -97,6 +103,7 @@ def test_what_one_fsdp2_rank_finds_is_raised_on_all() -> None:
         "replaced": f"FrozenParameterChangedError: role 'policy': {gate} is another tensor",
         "flags only": "passed",
         "bit": f"FrozenParameterChangedError: role 'policy': the values of {gate} changed",
+        "swapped": f"FrozenParameterChangedError: role 'policy': the values of {gate} changed",
         "optimizer": f"FrozenParameterInOptimizerError: role 'policy': the optimizer holds {gate}",
     }.items():
         assert results[0][case].startswith(text), case
