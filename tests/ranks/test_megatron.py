@@ -378,6 +378,7 @@ def test_a_tied_model_with_mtp_has_a_second_embedding() -> None:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ATTENTION = ["*.self_attention.*", "*layernorm*"]
 
@@ -385,7 +386,8 @@ ATTENTION = ["*.self_attention.*", "*layernorm*"]
 def recompute(more: dict[str, Any], patterns: list[str], remedy: bool) -> tuple[list[str], int, int]:
     warnings: list[str] = []
     logger.add(lambda message: warnings.append(message.record["message"]), level="WARNING")
-    (model,) = Layout(more=more, gpt={"position_embedding_type": "rope"}).chunks()
+    experts = None if more == MLP else 4
+    (model,) = Layout(experts=experts, more=more, gpt={"position_embedding_type": "rope"}).chunks()
     frozen_opt.freeze_parameters(model, patterns, role="policy")
     if remedy:
         model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
@@ -406,6 +408,7 @@ def recompute(more: dict[str, Any], patterns: list[str], remedy: bool) -> tuple[
         (MOE, ["embedding.*"], False),
         (MOE, ["embedding.*", *ATTENTION], True),
         (MOE, ATTENTION, False),
+        (MLP, ["embedding.*", *ATTENTION], True),
         (CORE, ["embedding.*", *ATTENTION], False),
         ({}, ["embedding.*", *ATTENTION], False),
     ],
@@ -567,6 +570,20 @@ def test_build_optimizer_reads_the_config() -> None:
     assert clip == 0.5
     assert (adam["lr"], adam["weight_decay"], adam["betas"]) == (0.1, 0.2, (0.3, 0.4))
     assert (sgd["lr"], sgd["momentum"]) == (0.1, 0.6)
+
+
+def test_mamba_layers_go_by_their_global_number() -> None:
+    """Mamba needs a GPU; its block is known by its class's name, and its layers say where they stand."""
+
+    class MambaStack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+            for place, layer in enumerate(self.layers):
+                layer.layer_number = 12 + place
+
+    MambaStack.__module__ = "megatron.core.ssm.mamba_block"
+    assert [name for name, _ in named_parameters(MambaStack())] == ["layers.11.weight", "layers.12.weight"]
 
 
 def test_transformer_engine_marks_are_read_with_care() -> None:
