@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,15 +81,34 @@ def demo(
         return 0 if run(overrides or [], out) else 1
     except (BadInput, FreezingError, OSError) as error:
         return _refuse(str(error))
+    except Exception:
+        if _first_to_fail():
+            raise
+        return 2  # the rank that failed first has broken this one's connection, and has said why
 
 
 _EXTRA_MISSING = "this needs {}: pip install 'frozen_opt[demo]'"
 
 
 def _refuse(message: str) -> int:
-    lines = [printable(line) for line in message.splitlines()]
-    print("frozen-opt: " + "\n".join(lines), file=sys.stderr)
+    if _first_to_fail():
+        lines = [printable(line) for line in message.splitlines()]
+        print("frozen-opt: " + "\n".join(lines), file=sys.stderr, flush=True)
     return 2
+
+
+def _first_to_fail() -> bool:
+    """Whether no other rank of the same torchrun has failed yet.
+
+    Not rank 0 but the first one speaks: once it has exited, torchrun kills the others.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if size == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return rank == "0"  # without torchrun there is no store that outlives the ranks
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, and documented
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return store.add(f"frozen-opt failed {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", 1) == 1
 
 
 def _click_error() -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from torch.distributions import Categorical
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
 
 import frozen_opt
-from frozen_opt.backends import plain
+from frozen_opt import ranks
 from frozen_opt.headers import BadInput
+from frozen_opt.shards import bits, resting_parameters
+from frozen_opt.strategies import STRATEGIES, Wrapped, average, launched, rank_and_size
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "copy": lambda questions: questions,
     "reverse": lambda questions: questions.flip(1),
     "sort": lambda questions: questions.sort(dim=1).values,
 }
-
-OptimizerFactory = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
 
 def run(overrides: Sequence[str], out: Path) -> bool:
@@ -52,18 +52,24 @@ def run(overrides: Sequence[str], out: Path) -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small are slower shared out
     try:
-        return train(config, out)
+        with launched(config):
+            return train(config, out)
     finally:
         torch.set_num_threads(threads)
 
 
 def train(config: Any, out: Path) -> bool:
-    """Build both roles, train them, and compare their weights with what they were."""
+    """Build both roles, train them, and compare their weights with what they were.
+
+    Every rank does the same, since much of it is done together; the first alone is heard.
+    """
     learners = make_learners(config)
-    console = Console()
-    out.mkdir(parents=True, exist_ok=True)
+    rank, _ = rank_and_size()
+    console = Console(quiet=rank > 0)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
     with (
-        (out / "metrics.jsonl").open("w", encoding="utf-8") as file,
+        Path(os.devnull if rank else out / "metrics.jsonl").open("w", encoding="utf-8") as file,
         progress(config.trainer.steps, console) as show,
     ):
         for step in range(1, config.trainer.steps + 1):
@@ -96,8 +102,9 @@ def load_config(overrides: Sequence[str]) -> Any:
         _merge(default, [override])  # each alone first, for a message that names it
     config = _merge(default, overrides)
     _check(OmegaConf.to_container(config, resolve=True), OmegaConf.to_container(default))
-    if config.environment.env_class not in TASKS:
-        raise BadInput(f"environment.env_class is {config.environment.env_class!r}, not one of {[*TASKS]}")
+    for key, known in (("environment.env_class", TASKS), ("trainer.strategy", STRATEGIES)):
+        if (name := OmegaConf.select(config, key)) not in known:
+            raise BadInput(f"{key} is {name!r}, not one of {[*known]}")
     return config
 
 
@@ -149,8 +156,8 @@ class Learner:
 
     role: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    max_grad_norm: float
+    optimizer: Any
+    descend: Callable[[Tensor], float]
     start: dict[str, Tensor]
     state_bytes_unfrozen: int
 
@@ -166,7 +173,7 @@ class Critic(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         values: Tensor = self.value_head(self.model(tokens).last_hidden_state)
-        return values.squeeze(-1)
+        return values
 
 
 def make_learners(config: Any) -> dict[str, Learner]:
@@ -188,58 +195,52 @@ def make_learners(config: Any) -> dict[str, Learner]:
         models = {"policy": Qwen3MoeForCausalLM(sizes)}
         if config.trainer.critic is not None:
             models["critic"] = Critic(sizes)
-        return {role: make_learner(role, model, config) for role, model in models.items()}
+        learners = {role: make_learner(role, model, config) for role, model in models.items()}
     except (BadInput, frozen_opt.FreezingError):
         raise
     except Exception as error:  # whatever torch and transformers have against a setting
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise BadInput(f"no model and optimizer can be made of these settings: {reason}") from error
+    if rank := rank_and_size()[0]:
+        torch.manual_seed(config.trainer.seed + rank)  # the weights are the same, the samples are not
+    return learners
 
 
 def make_learner(role: str, model: nn.Module, config: Any) -> Learner:
     """Wrap the model, and build its optimizer with the role's parameters frozen."""
-    model, build_optimizer = place(model, config)
-    node = config.trainer[role]
-    state_bytes_unfrozen = measure_unfrozen(model, build_optimizer, node)
-    return Learner(
-        role,
-        model,
-        frozen_opt.with_freezing(role)(build_optimizer)(model, node),
-        node.optimizer_config.max_grad_norm,
-        {name: parameter.detach().clone() for name, parameter in frozen_opt.named_parameters(model)},
-        state_bytes_unfrozen,
-    )
+    model = model.to(config.trainer.device)
+    wrap, node = STRATEGIES[config.trainer.strategy], config.trainer[role]
+    state_bytes_unfrozen = measure_unfrozen(wrap(copy.deepcopy(model), node))
+    wrapped: Wrapped = frozen_opt.with_freezing(role)(wrap)(model, node)
+    start = {name: tensor.clone() for name, tensor in elements(wrapped.model).items()}
+    return Learner(role, *wrapped, start, state_bytes_unfrozen)
 
 
-def place(model: nn.Module, config: Any) -> tuple[nn.Module, OptimizerFactory]:
-    """The model on its device, wrapped for `trainer.strategy`, and that backend's optimizer factory."""
-    if config.trainer.strategy == "torch":
-        return model.to(config.trainer.device), plain.build_optimizer
-    raise BadInput(f"trainer.strategy is {config.trainer.strategy!r}, not one of ['torch']")
+def elements(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> this rank's part of each parameter."""
+    parameters, backend = resting_parameters(model)
+    return {name: backend.elements(parameter) for name, parameter in parameters.items()}
 
 
-def measure_unfrozen(model: nn.Module, build_optimizer: OptimizerFactory, node: Any) -> int:
+def measure_unfrozen(twin: Wrapped) -> int:
     """Bytes of optimizer state had nothing been frozen, by a step with a copy of the model.
 
     Running the copy first finds sizes that don't fit each other before training starts.
     """
-    twin = copy.deepcopy(model).requires_grad_(True)
-    optimizer = build_optimizer(twin, node)
-    twin(torch.zeros(1, 2, dtype=torch.long, device=next(twin.parameters()).device))
-    for parameter in twin.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return state_bytes(optimizer)
+    output: Any = twin.model(torch.zeros(1, 2, dtype=torch.long, device=next(twin.model.parameters()).device))
+    twin.descend(0 * getattr(output, "logits", output).sum())
+    return state_bytes(twin.optimizer)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state."""
-    return sum(
-        value.nbytes
+def state_bytes(optimizer: Any) -> int:
+    """Bytes of all tensors in the optimizer's state, on all ranks together."""
+    tensors = [
+        value.to_local() if hasattr(value, "to_local") else value  # a DTensor's shard
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
-    )
+    ]
+    return int(ranks.add_up(torch.tensor(sum(tensor.nbytes for tensor in tensors)), None))
 
 
 # The RL
@@ -269,14 +270,16 @@ def ppo_step(policy: Learner, critic: Learner | None = None, *, config: Any) -> 
         if critic is not None:
             values = predict_values(critic.model, batch.tokens, batch.answers.shape[1])
             metrics |= update(critic, (values - batch.returns).square().mean())
-    return metrics
+    means = average(torch.tensor([*metrics.values()], dtype=torch.float64, device=config.trainer.device))
+    return dict(zip(metrics, means.tolist(), strict=True))
 
 
 @torch.no_grad()
 def collect(policy: nn.Module, critic: nn.Module | None, config: Any) -> Batch:
-    """Ask questions, sample the answers, reward each digit that is in its place."""
+    """Ask questions, sample the answers, reward each digit that is in its place; this rank's share."""
     environment, algorithm = config.environment, config.trainer.algorithm
-    shape = (config.trainer.train_batch_size, environment.length)
+    _, size = rank_and_size()
+    shape = (config.trainer.train_batch_size // size, environment.length)
     questions = torch.randint(environment.digits, shape, device=config.trainer.device)
     tokens, log_probs = rollout(policy, questions, separator=environment.digits)
     answers = tokens[:, -environment.length :]
@@ -284,12 +287,13 @@ def collect(policy: nn.Module, critic: nn.Module | None, config: Any) -> Batch:
     rewards = right / environment.length
     if critic is None:
         returns = gae(rewards, torch.zeros_like(rewards), algorithm.gamma, 1.0)
-        advantages = returns - returns.mean(dim=0)
+        advantages = returns - average(returns.mean(dim=0))
     else:
         values = predict_values(critic, tokens, environment.length)
         advantages = gae(rewards, values, algorithm.gamma, algorithm.lambd)
         returns = advantages + values
-    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    advantages = advantages - average(advantages.mean())
+    advantages = advantages / (average(advantages.square().mean()).sqrt() + 1e-8)
     return Batch(tokens, answers, log_probs, right, advantages, returns)
 
 
@@ -320,7 +324,7 @@ def policy_loss(policy: nn.Module, batch: Batch, algorithm: Any) -> Tensor:
 
 def predict_values(critic: nn.Module, tokens: Tensor, length: int) -> Tensor:
     """The critic's value before each token of the answers."""
-    values: Tensor = critic(tokens[:, :-1])[:, -length:]
+    values: Tensor = critic(tokens[:, :-1])[:, -length:, 0]
     return values
 
 
@@ -338,11 +342,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> Tensor:
 
 def update(learner: Learner, loss: Tensor) -> dict[str, float]:
     """One optimizer step down the gradient of the loss; its metrics."""
-    learner.optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    norm = nn.utils.clip_grad_norm_(learner.model.parameters(), learner.max_grad_norm or math.inf)
-    learner.optimizer.step()
-    return {f"{learner.role}/loss": loss.item(), f"{learner.role}/grad_norm": norm.item()}
+    norm = learner.descend(loss)
+    return {f"{learner.role}/loss": loss.item(), f"{learner.role}/grad_norm": norm}
 
 
 # What it shows
@@ -376,10 +377,12 @@ def summary(learner: Learner) -> Table:
     trainable = learner.start.keys() - set(report.names)
     astray = moved(learner, frozen=True)
     held = f"no: {', '.join(astray)}" if astray else "yes" if report.names else "none is frozen"
-    elements = sum(parameter.numel() for parameter in learner.model.parameters())
-    table = Table(title=learner.role, title_justify="left", show_header=False, min_width=72)
+    total = sum(parameter.numel() for parameter in learner.model.parameters())
+    _, size = rank_and_size()
+    title = learner.role if size == 1 else f"{learner.role}, on {size} ranks together"
+    table = Table(title=title, title_justify="left", show_header=False, min_width=72)
     table.add_row("parameters frozen", f"{report.parameter_count} of {len(learner.start)}")
-    table.add_row("elements frozen", f"{report.element_count:,} of {elements:,}")
+    table.add_row("elements frozen", f"{report.element_count:,} of {total:,}")
     table.add_row("frozen ones bit-identical after training", held)
     table.add_row("trainable ones moved", f"{len(moved(learner, frozen=False))} of {len(trainable)}")
     table.add_row("optimizer state with the freeze", f"{state_bytes(learner.optimizer):,} bytes")
@@ -388,18 +391,12 @@ def summary(learner: Learner) -> Table:
 
 
 def moved(learner: Learner, *, frozen: bool) -> list[str]:
-    """Which of the frozen parameters, or of the others, are not bit for bit what they were."""
+    """Which of the frozen parameters, or of the others, are not bit for bit what they were on some rank."""
     names = set(frozen_opt.report(learner.role).names)
-    return [
-        name
-        for name, parameter in frozen_opt.named_parameters(learner.model)
-        if (name in names) == frozen and not torch.equal(_bits(parameter), _bits(learner.start[name]))
-    ]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As bytes: torch.equal takes -0.0 for 0.0, and NaN for different from itself."""
-    return tensor.detach().flatten().view(torch.uint8)
+    now = elements(learner.model)
+    changed = [not torch.equal(bits(now[name]), bits(start)) for name, start in learner.start.items()]
+    counts = ranks.add_up(torch.tensor(changed, dtype=torch.int64), None).tolist()
+    return [name for name, count in zip(now, counts, strict=True) if count and (name in names) == frozen]
 
 
 def _short(value: float) -> str:
