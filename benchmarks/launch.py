@@ -22,9 +22,12 @@ from torch.multiprocessing.spawn import start_processes
 multiprocessing.set_forkserver_preload(
     [
         "deepspeed",
+        "matplotlib.figure",
         "torch.distributed.fsdp",
+        "torch_optimizer",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "benchmarks.training_step",
+        "typer",
+        "frozen_opt",
     ]
 )
 

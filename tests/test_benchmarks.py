@@ -1,0 +1,85 @@
+"""The benchmarks run, in sizes below even their small form; their claims hold, but for those on time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import frozen_opt
+from benchmarks import common, matching, optimizer_state, ranks, training_step
+
+
+@pytest.fixture(autouse=True)
+def _results_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+
+
+def exact(result: common.Result) -> dict[str, bool]:
+    """The claims that a busy machine can't break."""
+    timed = ("cost:", "time grows", "faster", "verify takes")
+    return {
+        claim: holds for claim, holds in result.claims.items() if not any(word in claim for word in timed)
+    }
+
+
+def test_the_reference_trees_are_as_large_as_they_say() -> None:
+    sizes = [
+        sum(1 for _ in matching.tree(layers, experts).parameters())
+        for layers, experts in matching.TREES.values()
+    ]
+    assert sizes == [36_661, 70_639]
+    assert [len(set(matching.patterns(count))) for count in (1, 10, 50)] == [1, 10, 50]
+
+
+def test_all_ways_of_matching_freeze_the_same(tmp_path: Path) -> None:
+    result = matching.run(full=False)
+    assert all(exact(result).values()), result.claims
+    result.finish(full=False)
+    written = json.loads(Path(tmp_path, "small", "matching.json").read_text())
+    assert written["claims"] == result.claims
+    assert written["machine"]["versions"]["torch"] == torch.__version__
+    assert Path(tmp_path, "small", "matching.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "LBFGS", "Muon", "Lookahead (torch-optimizer)"])
+def test_optimizer_state_is_that_of_a_model_without_the_frozen_tensors(name: str) -> None:
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**optimizer_state.SMALL))
+    row = optimizer_state.on_small_model(optimizer_state.factories()[name], model)
+    assert [each["ratio"] for each in row["frozen"].values()] == [1, 1, 1]
+    assert row["frozen"]["all but the last layer"]["saved"] > 0.5
+
+
+def test_state_is_counted_once_and_wherever_it_is() -> None:
+    model = torch.nn.Linear(3, 5)
+    plain = optimizer_state.one_step(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    assert plain == 4 * (15 + 5)
+    frozen_opt.freeze_parameters(model, ["bias"], role="policy")
+    optimizer = torch.optim.SGD(frozen_opt.trainable_parameters(model), momentum=0.9)
+    optimizer.extra = [{"again": optimizer.state}]
+    assert optimizer_state.one_step(model, optimizer) == 4 * 15
+
+
+def test_agreement_sends_names_only_where_they_differ() -> None:
+    result = ranks.run(full=False)
+    assert all(exact(result).values()), result.claims
+    result.finish(full=False)
+
+
+def test_a_step_keeps_what_is_frozen_and_saves_its_gradients_and_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training_step, "SMALL", training_step.SMALL | {"hidden": 32, "steps": 1})
+    monkeypatch.setattr(
+        training_step, "FROZEN", {key: training_step.FROZEN[key] for key in ("nothing", "90 %")}
+    )
+    result = training_step.run(full=False)
+    assert all(exact(result).values()), result.claims
+    result.finish(full=False)
+
+
+def test_a_claim_that_fails_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    result = common.Result("none", {}, [], common.Figure(), {"true": True, "false": False})
+    assert not result.finish(full=False)
+    assert "FAILS false" in capsys.readouterr().out
