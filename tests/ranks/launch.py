@@ -17,7 +17,14 @@ from typing import Any
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "frozen_opt", "tests.ranks.megatron_preload"]
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "deepspeed",
+        "frozen_opt",
+        "tests.ranks.megatron_preload",
+    ]
 )
 
 

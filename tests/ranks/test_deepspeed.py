@@ -327,6 +327,14 @@ def other_optimizers() -> None:
     assert held is not None
     assert {id(parameter) for parameter in held} == {id(p) for p in model.parameters() if p.requires_grad}
 
+    # The same in an engine
+    engine, *_ = deepspeed.initialize(
+        model=qwen.build(), optimizer=take_all(qwen.build()), config=settings(0)
+    )
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match="shows none of the model's parameters"):
+        frozen_opt.freeze_parameters(engine, qwen.PATTERNS, role="policy")
+    assert all(flags(engine))
+
     # No optimizer, only the sharding: a reference model, say. There is nothing that could move.
     engine, *_ = deepspeed.initialize(model=qwen.build(), config=settings(3))
     assert DeepSpeedBackend().optimizer_parameters(engine.optimizer) == []

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import frozen_opt
 from frozen_opt.backends import fsdp
@@ -353,6 +354,10 @@ def tied() -> list[Any]:
         model = sharding(qwen.build(tie_word_embeddings=True))
         plan = frozen_opt.plan_freezing(model, ["lm_head.weight"], role="policy")
         found.append((plan.backend, plan.names, plan.ties, plan.element_count))
+    split = qwen.build(tie_word_embeddings=True)  # tensor parallelism alone: DTensors, and no FSDP
+    parallelize_module(split, init_device_mesh("cpu", (2,)), {"lm_head": ColwiseParallel()})
+    plan = frozen_opt.plan_freezing(split, ["lm_head.weight"], role="policy")
+    found.append((plan.backend, plan.names, plan.ties, plan.element_count))
     # The inside of FSDP1 holds this rank's shards, and nothing there says how large the whole is.
     inside = shard1(qwen.build(), use_orig_params=True).module
     with pytest.raises(frozen_opt.UnsupportedBackendError, match="pass the FullyShardedDataParallel itself"):
@@ -362,5 +367,6 @@ def tied() -> list[Any]:
 
 def test_a_sharded_tie_counts_once_and_in_full() -> None:
     embedding = "model.embed_tokens.weight"
-    expected = ("fsdp", (embedding,), {embedding: ("lm_head.weight",)}, 64 * 32)
-    assert run_ranks(tied, 2, timeout=30) == [[expected, expected]] * 2
+    tie = ("fsdp", (embedding,), {embedding: ("lm_head.weight",)}, 64 * 32)
+    untied = ("torch", ("lm_head.weight",), {}, 64 * 32)  # splitting the head made it a tensor of its own
+    assert run_ranks(tied, 2, timeout=30) == [[tie, tie, untied]] * 2
