@@ -218,6 +218,7 @@ def in_own_process(name: str) -> dict[str, Any]:
 def run(full: bool) -> Result:
     """Small: on the large model, AdamW alone."""
     warnings.filterwarnings("ignore")  # old optimizers call functions that are deprecated
+    torch.set_num_threads(1)  # the tensors are small, and threads that wait for a busy core slow all down
     torch.manual_seed(0)
     small = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL))
     every = factories()
