@@ -582,7 +582,7 @@ def test_mamba_layers_go_by_their_global_number() -> None:
             for place, layer in enumerate(self.layers):
                 layer.layer_number = 12 + place
 
-    MambaStack.__module__ = "megatron.core.ssm.mamba_block"
+    MambaStack.__module__, MambaStack.__qualname__ = "megatron.core.ssm.mamba_block", "MambaStack"
     assert [name for name, _ in named_parameters(MambaStack())] == ["layers.11.weight", "layers.12.weight"]
 
 
