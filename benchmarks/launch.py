@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # all of this runs on the CPU, whatever the machine has
+
 # One server imports what takes long, once; ranks are forked from it.
 multiprocessing.set_forkserver_preload(
     [
