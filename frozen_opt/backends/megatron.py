@@ -65,11 +65,9 @@ class MegatronBackend(Backend):
         return [parameter.numel() * shards[id(parameter)] for parameter in parameters]
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
-        return (
-            list(_stepped(optimizer))
-            if _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer")
-            else None
-        )
+        if not _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer"):
+            return None
+        return list(_stepped(optimizer))
 
 
 def _is_a(item: object, *qualified_names: str) -> bool:
