@@ -16,10 +16,12 @@ import frozen_opt
 from tests.ranks.launch import run_ranks
 from tests.ranks.megatron_cpu import HIDDEN, LENGTH, VOCABULARY, cpu, run_step
 
+pytestmark = pytest.mark.xdist_group("megatron")  # one worker installs it, once
+
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Megatron-Bridge is installed, without its dependencies: most of those are built for CUDA alone."""
+    """Where Megatron-Bridge is installed, without its dependencies: most of them are built for CUDA only."""
     folder = tmp_path_factory.mktemp("bridge")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*command, "--target", str(folder), "megatron-bridge==0.3.1"], check=True, timeout=120)
@@ -118,7 +120,9 @@ def freeze_routers(folder: Path) -> Any:
     before = {name: tensor.clone() for name, tensor in frozen_opt.named_parameters(chunks)}
     for step in range(3):
         run_step(chunks, optimizer, step)
-    still = [name for name, tensor in frozen_opt.named_parameters(chunks) if torch.equal(tensor, before[name])]
+    still = [
+        name for name, tensor in frozen_opt.named_parameters(chunks) if torch.equal(tensor, before[name])
+    ]
     return frozen_opt.report("policy"), still, logs
 
 
