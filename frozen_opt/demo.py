@@ -75,7 +75,7 @@ def train(config: Any, out: Path) -> bool:
         for step in range(1, config.trainer.steps + 1):
             try:
                 metrics = {"step": step, **ppo_step(**learners, config=config), **frozen_opt.metrics()}
-            except ValueError as error:  # Categorical takes no NaN
+            except FloatingPointError as error:
                 raise BadInput(f"training diverged in step {step}: lower the learning rates") from error
             print(json.dumps(metrics), file=file, flush=True)
             show(metrics)
@@ -305,16 +305,27 @@ def rollout(policy: nn.Module, questions: Tensor, separator: int) -> tuple[Tenso
     tokens = torch.cat([questions, torch.full_like(questions[:, :1], separator)], dim=1)
     log_probs = []
     for _ in range(questions.shape[1]):
-        following: Any = Categorical(logits=policy(tokens).logits[:, -1])
+        following = next_token(policy(tokens).logits[:, -1])
         sampled = following.sample()
         log_probs.append(following.log_prob(sampled))
         tokens = torch.cat([tokens, sampled[:, None]], dim=1)
     return tokens, torch.stack(log_probs, dim=1)
 
 
+def next_token(logits: Tensor) -> Any:
+    """The distribution of the next token.
+
+    Raises:
+        FloatingPointError: There is none: the weights, or what they make of these tokens, are not finite.
+    """
+    if not logits.isfinite().all():
+        raise FloatingPointError
+    return Categorical(logits=logits)
+
+
 def policy_loss(policy: nn.Module, batch: Batch, algorithm: Any) -> Tensor:
     """PPO's clipped objective (https://arxiv.org/abs/1707.06347), with a bonus on entropy."""
-    following: Any = Categorical(logits=policy(batch.tokens[:, :-1]).logits[:, -batch.answers.shape[1] :])
+    following = next_token(policy(batch.tokens[:, :-1]).logits[:, -batch.answers.shape[1] :])
     ratio = (following.log_prob(batch.answers) - batch.log_probs).exp()
     clipped = ratio.clamp(1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
     gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)

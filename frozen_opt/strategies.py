@@ -6,11 +6,14 @@ when its body wraps the model, which is what DDP and DeepSpeed ask for.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +66,7 @@ def wrap_deepspeed(model: nn.Module, config: Any) -> Wrapped:
     except ModuleNotFoundError as error:
         raise BadInput("trainer.strategy=deepspeed needs DeepSpeed: pip install deepspeed") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of its calls
     settings = {
         "train_micro_batch_size_per_gpu": 1,  # only its timers read it
         "zero_optimization": {"stage": 2},
@@ -70,7 +74,8 @@ def wrap_deepspeed(model: nn.Module, config: Any) -> Wrapped:
         "gradient_clipping": config.optimizer_config.max_grad_norm,
     }
     client = deepspeed.build_optimizer(model, config)
-    engine, optimizer, *_ = initialize(model=model, optimizer=client, config=settings)
+    with redirect_stdout(io.StringIO()):  # every rank prints what it builds
+        engine, optimizer, *_ = initialize(model=model, optimizer=client, config=settings)
 
     def descend(loss: Tensor) -> float:
         engine.backward(loss)
@@ -130,10 +135,14 @@ def launched(config: Any) -> Iterator[None]:
         )
     try:
         device = torch.device(trainer.device)
+        if not torch.get_device_module(device).is_available():
+            raise RuntimeError("there is none here")
+        if device.index is not None:
+            raise RuntimeError(f"write {device.type}, and each rank takes its own")
         torch.get_device_module(device).set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group(dist.get_default_backend_for_device(device))
-    except Exception as error:  # whatever torch has against the device
-        raise BadInput(f"no ranks on trainer.device={trainer.device}: {error}") from error
+    except Exception as error:  # torch's as well
+        raise BadInput(f"no ranks on trainer.device={trainer.device}: {shorten(str(error), 200)}") from error
     yield
     dist.destroy_process_group()  # not after an error: others may wait in a collective, which this would join
 
