@@ -59,6 +59,10 @@ OVERRIDES change the config, which is in MarinSkyRL's layout, in YAML:
   frozen-opt demo trainer.critic=null trainer.policy.optimizer_config.lr=1e-3
 
 \b
+On several ranks, with DDP, FSDP2 or DeepSpeed:
+  torchrun --nproc-per-node 2 -m frozen_opt demo trainer.strategy=fsdp2
+
+\b
 Every key and its value:
   {Path(__file__).with_name("demo.yaml")}
 Exit code: 0, 1 if a frozen parameter moved, 2 for bad input.
@@ -100,15 +104,20 @@ def _refuse(message: str) -> int:
 def _first_to_fail() -> bool:
     """Whether no other rank of the same torchrun has failed yet.
 
-    Not rank 0 but the first one speaks: once it has exited, torchrun kills the others.
+    The first one speaks, not rank 0: once it has exited, torchrun ends the others. Where ranks share no
+    store of torchrun's, or can't reach it, each speaks: better twice than not at all.
     """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if size == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return rank == "0"  # without torchrun there is no store that outlives the ranks
+    environment = os.environ
+    if environment.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_USE_AGENT_STORE" not in environment:
+        return True
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, and documented
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return store.add(f"frozen-opt failed {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", 1) == 1
+    try:
+        store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+        failed: int = store.add(f"frozen-opt failed {environment.get('TORCHELASTIC_RESTART_COUNT')}", 1)
+    except RuntimeError:
+        return True
+    return failed == 1
 
 
 def _click_error() -> Any:

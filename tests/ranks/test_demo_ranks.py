@@ -19,7 +19,7 @@ import torch.distributed as dist
 from frozen_opt import cli, demo
 from frozen_opt.headers import BadInput
 from frozen_opt.shards import resting_parameters
-from frozen_opt.strategies import launched
+from frozen_opt.strategies import launched, wrap_deepspeed
 from tests.ranks.launch import run_ranks
 
 SMALL = ["trainer.steps=2", "trainer.train_batch_size=16"]
@@ -212,6 +212,12 @@ def test_ranks_on_a_device_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     config = demo.load_config(["trainer.strategy=ddp", "trainer.device=cuda"])
     with pytest.raises(BadInput, match="there is none"), launched(config):
         pass
+
+
+def test_deepspeed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # import then raises ModuleNotFoundError
+    with pytest.raises(BadInput, match="pip install deepspeed"):
+        wrap_deepspeed(torch.nn.Linear(1, 1), None)
 
 
 def test_the_first_to_fail_speaks(
