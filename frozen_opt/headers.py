@@ -11,8 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from frozen_opt.errors import printable
-
 Shapes = dict[str, tuple[int, ...] | None]
 """Name -> shape; None where only the index of a checkpoint knows the name."""
 
@@ -151,4 +149,4 @@ def _sizes(value: Any) -> bool:
 
 
 def _bad(path: Path, text: str) -> BadInput:
-    return BadInput(printable(f"{path} {text}"))
+    return BadInput(f"{path} {text}")

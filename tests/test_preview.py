@@ -332,6 +332,11 @@ FILES: list[tuple[str, bytes, str]] = [
         header_of({"a": {"dtype": "?", "shape": [1 << 62] * 2, "data_offsets": [0, 0]}}),
         "shape",
     ),
+    (
+        "backwards.safetensors",
+        header_of({"a": {"dtype": "?", "shape": [], "data_offsets": [8, 0]}}),
+        "does not fit",
+    ),
     ("dots.safetensors", header_of({"a..b": tensor(1)}), "no parameter's name"),
     ("nested.safetensors", header_of({"a." * 300 + "b": tensor(1)}), "no parameter's name"),
     ("config.json", b'{"model_type": "\x1b[31mred"}', "no valid JSON"),
@@ -362,6 +367,13 @@ def test_a_bad_file_gets_one_clear_line(
     assert text in err
     assert err.count("\n") == 1
     assert err[:-1].isprintable()
+
+
+def test_an_index_that_its_shards_deny_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "s", "b": "s"}}')
+    (tmp_path / "s").write_bytes(header_of({"a": tensor(1)}))
+    assert main(["preview", str(tmp_path), "*"]) == 2
+    assert "puts 'b' into 's', whose header lacks it" in capfd.readouterr().err
 
 
 def test_a_claim_of_a_gigabyte_is_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
