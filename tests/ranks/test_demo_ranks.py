@@ -79,21 +79,13 @@ def test_by_torchrun(strategy: str, tmp_path: Path, alone: list[dict[str, Any]])
     assert re.findall(r"trainable ones moved\W+(\d+ of \d+)", done.stdout) == ["23 of 23", "24 of 24"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        # each rank finds it out by itself
-        (["trainer.strategy=fsdp2", 'trainer.policy.freeze_parameters=["nowhere"]'], "'nowhere' matches no"),
-        # rank 0 fails alone, and the other one in a collective
-        (["trainer.strategy=ddp", "--out", "a file"], "a file"),
-    ],
-)
-def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
-    done = torchrun(*arguments, cwd=tmp_path)
+    # Rank 0 fails alone, and the other one in a collective
+    done = torchrun("trainer.strategy=ddp", "--out", "a file", cwd=tmp_path)
     assert done.returncode != 0
     (said,) = re.findall(r"^frozen-opt: .*$", done.stderr, re.MULTILINE)
-    assert message in said
+    assert "a file" in said
     assert "[rank" not in done.stderr  # what torch writes before the lines of an uncaught exception
     codes = re.findall(r"exitcode  : (\S+)", done.stderr)
     assert "2" in codes
