@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,25 +99,64 @@ def choose_backend(walk: Walk) -> Backend:
 def find_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
     """Every optimizer in what a factory returned, with the model's parameters that it steps.
 
-    Looks into tuples, lists, mappings and dataclasses, into optimizers made of optimizers, and behind
-    attributes with `optim` in their name (learning-rate schedulers, engines).
+    Looks into containers and a few attributes deep into objects, whatever the attributes are called: tuples
+    and dataclasses, optimizers made of optimizers, schedulers, wrappers. Of a module it looks at attributes
+    with `optim` in their name alone (engines), and not at all behind an optimizer whose backend answers with
+    the model's parameters in place of what the optimizer holds: that would be copies.
     """
-    optimizers, visited, pending = [], set(), [result]
+    optimizers: list[tuple[Any, Sequence[torch.Tensor]]] = []
+    visited: set[int] = set()
+    pending = deque([(result, 0)])
     while pending:
-        item = pending.pop(0)
-        if item is None or isinstance(item, torch.Tensor | str | bytes) or id(item) in visited:
+        item, depth = pending.popleft()
+        if isinstance(item, _LEAVES) or id(item) in visited:
             continue
         visited.add(id(item))
-        for backend in backends():
-            held = backend.optimizer_parameters(item)
-            if held is not None:
-                optimizers.append((item, held))
-                attributes = getattr(item, "__dict__", {})
-                pending += [part for part in attributes.values() if _may_hold_optimizers(part)]
-                break
-        else:
-            pending += _parts(item)
+        backend, held = _ask_backends(item)
+        if held is not None:
+            optimizers.append((item, held))
+        if isinstance(item, dict | list | tuple | set | frozenset | deque):
+            pending.extend((part, depth) for part in _contents(item))
+        elif depth < _DEPTH and (held is None or backend is _built_in()[-1]):
+            pending.extend((part, depth + 1) for part in _attributes(item))
     return optimizers
+
+
+_LEAVES = (
+    *(torch.Tensor, torch.Size, torch.device, torch.dtype, str, bytes, int, float, complex, type(None)),
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+)
+_DEPTH = 4
+_MANY = 1000
+
+
+def _ask_backends(item: object) -> tuple[Backend | None, Sequence[torch.Tensor] | None]:
+    for backend in backends():
+        if (held := backend.optimizer_parameters(item)) is not None:
+            return backend, held
+    return None, None
+
+
+def _contents(container: Any) -> Iterable[Any]:
+    items = container.values() if isinstance(container, dict) else container
+    # A data set may be a list of millions; optimizers that are many (one a parameter) stand together.
+    if len(container) > _MANY and _ask_backends(next(iter(items)))[1] is None:
+        return ()
+    return items
+
+
+def _attributes(item: object) -> list[Any]:
+    """What an object holds, without running any code of its own: neither properties nor `__getattr__`."""
+    held = dict(getattr(item, "__dict__", {})) if type(item).__dictoffset__ else {}
+    for cls in type(item).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType):  # of __slots__
+                with suppress(AttributeError):
+                    held.setdefault(name, member.__get__(item))
+    if isinstance(item, nn.Module):
+        return [part for name, part in held.items() if "optim" in name]
+    # The groups of an optimizer are what its backend has looked at, its state is large.
+    return [part for name, part in held.items() if name not in ("param_groups", "state", "defaults")]
 
 
 def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:
@@ -130,37 +172,6 @@ def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]
         "finds no optimizer that it can check: return the optimizer (alone, or in a tuple, list, mapping or "
         "dataclass), or teach frozen_opt your optimizer with register_backend"
     )
-
-
-def _parts(item: Any) -> list[Any]:
-    if isinstance(item, Mapping):
-        return list(item.values())
-    if isinstance(item, list | tuple | set | frozenset):
-        return list(item)
-    if isinstance(item, type):
-        return []
-    # Not every attribute of every object: a data loader may hold a million things.
-    every = hasattr(item, "__dataclass_fields__")
-    return [
-        part
-        for name, part in getattr(item, "__dict__", {}).items()
-        if (every or "optim" in name) and _may_hold_optimizers(part)
-    ]
-
-
-def _may_hold_optimizers(part: object) -> bool:
-    """Optimizers, and containers with one in them; not the state and the groups of an optimizer."""
-    if isinstance(part, Mapping):
-        part = list(part.values())
-    if isinstance(part, list | tuple):
-        return any(_is_optimizer(item) for item in part)
-    return _is_optimizer(part)
-
-
-def _is_optimizer(item: object) -> bool:
-    if isinstance(item, torch.Tensor):
-        return False
-    return any(backend.optimizer_parameters(item) is not None for backend in backends())
 
 
 # It registers how Megatron numbers layers and experts: names must be right before a backend is asked.

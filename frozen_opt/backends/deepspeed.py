@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frozen_opt.backends import find_optimizers, plain
-from frozen_opt.backends.plain import TorchBackend
+from frozen_opt.backends import Backend, find_optimizers, plain
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Walk
@@ -24,7 +23,7 @@ _OFFLOAD = "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload"
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
-class DeepSpeedBackend(TorchBackend):
+class DeepSpeedBackend(Backend):
     """DeepSpeed leaves frozen parameters alone, if they were frozen when it took the optimizer over."""
 
     name = "deepspeed"
@@ -58,6 +57,9 @@ class DeepSpeedBackend(TorchBackend):
             "builds the optimizer and calls it)"
         )
 
+    def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
+        return plain.surprises(walk, matched)
+
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
         return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
@@ -79,10 +81,10 @@ class DeepSpeedBackend(TorchBackend):
         bases = [cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("deepspeed.")]
         if any(f"{cls.__module__}.{cls.__qualname__}" == _OFFLOAD for cls in bases):
             return []  # stands in the optimizer's place when there is none
-        groups = [getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)]
-        if not groups or not any(cls.__name__ == "DeepSpeedOptimizer" for cls in bases):
+        if not any(cls.__name__ == "DeepSpeedOptimizer" for cls in bases):
             return None
-        return [parameter for kind in groups for group in kind for parameter in group]
+        groups = [getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)]
+        return [parameter for kind in groups for group in kind for parameter in group] if groups else None
 
 
 def _marked(parameters: Sequence[nn.Parameter]) -> set[int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from frozen_opt.backends.plain import TorchBackend, build_optimizer
+from frozen_opt.backends import Backend
+from frozen_opt.backends.plain import build_optimizer, surprises, wrapped_too_early
 from frozen_opt.errors import UnsupportedBackendError
 from frozen_opt.names import Found, Walk
 
@@ -19,7 +20,7 @@ _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataPar
 _FSDP2 = "torch.distributed.fsdp.FSDPModule"
 
 
-class FSDPBackend(TorchBackend):
+class FSDPBackend(Backend):
     """FSDP2 needs no help: its DTensors are parameters like any other, and `numel()` is that of the whole.
 
     Frozen before or after `fully_shard`, one unit may mix frozen and trainable parameters. The same is
@@ -48,7 +49,10 @@ class FSDPBackend(TorchBackend):
                 "freeze nor an optimizer would reach the shards: call reshard() on each FSDPModule in the "
                 "model first"
             )
-        return super().refusal(walk, matched)  # DDP may wrap what FSDP has sharded in part
+        return wrapped_too_early(walk, matched)  # DDP may wrap what FSDP has sharded in part
+
+    def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
+        return surprises(walk, matched)
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # On a rank that holds no element of a parameter its view is empty; only the flat one knows.

@@ -29,36 +29,49 @@ class TorchBackend(Backend):
         return True
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
-        for wrapper in walk.wrappers:
-            if not isinstance(wrapper, DistributedDataParallel):
-                continue
-            if wrapper.find_unused_parameters or wrapper.static_graph:
-                continue
-            inside = {id(parameter) for parameter in wrapper._module_parameters}
-            names = [found.name for found in matched if id(found.parameter) in inside]
-            # The reducer was built for what required a gradient then. What was frozen before is not in
-            # it; what was frozen since, by hand, shows as a tensor too many.
-            trainable = sum(parameter.requires_grad for parameter in wrapper._module_parameters)
-            assert wrapper.logger is not None
-            held = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
-            if names and (held > trainable or any(found.parameter.requires_grad for found in matched)):
-                return (
-                    f"DistributedDataParallel already wraps {listing(names)}, and its reducer would wait "
-                    "for their gradients for ever: freeze before wrapping (frozen_opt.freeze_parameters, "
-                    "then DDP), or wrap with find_unused_parameters=True or static_graph=True"
-                )
-        return None
+        return wrapped_too_early(walk, matched)
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
-        return [*_running_statistics(matched), *_reentrant_checkpointing(walk, matched)]
+        return surprises(walk, matched)
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
-        groups = vars(optimizer).get("param_groups") if hasattr(optimizer, "__dict__") else None
-        if groups is None and isinstance(optimizer, torch.optim.Optimizer):
-            groups = optimizer.param_groups  # a subclass may make it a property
-        if groups is None or isinstance(optimizer, nn.Module):
+        kind = type(optimizer)
+        # A look-up on the instance might run code of its own: a proxy's `__getattr__`, say.
+        own = vars(optimizer) if kind.__dictoffset__ else {}
+        if "param_groups" not in own and not hasattr(kind, "param_groups"):
+            return None
+        groups = optimizer.param_groups  # it may be a property
+        if isinstance(optimizer, nn.Module) or not isinstance(groups, list | tuple):
             return None
         return [parameter for group in groups for parameter in group["params"]]
+
+
+def wrapped_too_early(walk: Walk, matched: Sequence[Found]) -> str | None:
+    """Why a DistributedDataParallel that wraps the model already can't honour the freeze, if it can't."""
+    for wrapper in walk.wrappers:
+        if not isinstance(wrapper, DistributedDataParallel):
+            continue
+        if wrapper.find_unused_parameters or wrapper.static_graph:
+            continue
+        inside = {id(parameter) for parameter in wrapper._module_parameters}
+        names = [found.name for found in matched if id(found.parameter) in inside]
+        # The reducer was built for what required a gradient then. What was frozen before is not in
+        # it; what was frozen since, by hand, shows as a tensor too many.
+        trainable = sum(parameter.requires_grad for parameter in wrapper._module_parameters)
+        assert wrapper.logger is not None
+        held = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
+        if names and (held > trainable or any(found.parameter.requires_grad for found in matched)):
+            return (
+                f"DistributedDataParallel already wraps {listing(names)}, and its reducer would wait "
+                "for their gradients for ever: freeze before wrapping (frozen_opt.freeze_parameters, "
+                "then DDP), or wrap with find_unused_parameters=True or static_graph=True"
+            )
+    return None
+
+
+def surprises(walk: Walk, matched: Sequence[Found]) -> list[str]:
+    """What surprises a user of torch, on any backend that runs torch's own modules."""
+    return [*_running_statistics(matched), *_reentrant_checkpointing(walk, matched)]
 
 
 def _running_statistics(matched: Sequence[Found]) -> list[str]:
