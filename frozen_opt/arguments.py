@@ -88,16 +88,17 @@ def find_model(arguments: Mapping[str, Any], model: str | Callable[[Mapping[str,
     for name in _MODELS:
         if name in arguments and _is_model(arguments[name]):
             return arguments[name]
-    candidates = [name for name, value in arguments.items() if _is_model(value)]
-    if len(candidates) == 1:
-        return arguments[candidates[0]]
     for name in _MODELS:
-        if name in arguments:
+        if name in arguments:  # rather than take another argument for it, a reward model's, say
             kind = type(arguments[name])
             raise UnsupportedBackendError(
                 f"the argument {name} is a {kind.__module__}.{kind.__qualname__}, and must be a "
-                "torch.nn.Module or a list of them: frozen_opt can't freeze parameters of anything else"
+                "torch.nn.Module or a list of them: frozen_opt can't freeze parameters of anything else. If "
+                "another argument is the model, name it with with_freezing(..., model=...)"
             )
+    candidates = [name for name, value in arguments.items() if _is_model(value)]
+    if len(candidates) == 1:
+        return arguments[candidates[0]]
     raise FreezeConfigError(
         f"{'several arguments might be' if candidates else 'no argument is'} the model "
         f"({', '.join(candidates or arguments)}): name it with with_freezing(..., model=...)"

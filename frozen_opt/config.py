@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from frozen_opt.errors import FreezeConfigError
@@ -37,13 +38,43 @@ def read_patterns(config: object, role: str) -> list[str]:
     Raises:
         FreezeConfigError: There is no node for the role, or the list has the wrong shape.
     """
-    for node in (lookup(lookup(config, "trainer"), role), lookup(config, role)):
-        if node is not None:
-            return check_patterns(lookup(node, "freeze_parameters"), role)
-    if has(config, "freeze_parameters") or has(config, "optimizer_config"):
-        return check_patterns(lookup(config, "freeze_parameters"), role)
+    trainer = lookup(config, "trainer")
+    nodes = {
+        f"trainer.{role}": lookup(trainer, role),
+        role: lookup(config, role),
+        "the config itself": config if has(config, _KEY) or has(config, "optimizer_config") else None,
+    }
+    found = [place for place, node in nodes.items() if _is_node(node)]
+    if found:
+        node = nodes[found[0]]
+        if not has(node, _KEY):
+            _refuse_a_misplaced_list(role, found[0], {**nodes, "trainer": trainer})
+        return check_patterns(lookup(node, _KEY), role)
     raise FreezeConfigError(
         f"no settings for role {role!r} in this {type(config).__name__}: looked for trainer.{role}, for "
         f"{role}, and for freeze_parameters or optimizer_config in the object itself. Pass the trainer's "
         "config, or give the patterns to with_freezing(..., patterns=...)"
     )
+
+
+_KEY = "freeze_parameters"
+
+
+def _is_node(node: object) -> bool:
+    """Something with keys or attributes of its own, not a name such as Stable-Baselines' `MlpPolicy`."""
+    return node is not None and not isinstance(node, str | bytes | int | float | list | tuple)
+
+
+def _refuse_a_misplaced_list(role: str, here: str, nodes: Mapping[str, Any]) -> None:
+    """Raise if a node without a list has one under a mistyped key, or if one stands nearby."""
+    node = nodes[here]
+    keys = [str(key) for key in (node.keys() if isinstance(node, Mapping) else getattr(node, "__dict__", ()))]
+    if close := get_close_matches(_KEY, keys, n=1, cutoff=0.75):
+        raise FreezeConfigError(f"role {role!r}: {here} has {close[0]}, which is not read: call it {_KEY}")
+    nearby = {**nodes, f"{here}.optimizer_config": lookup(node, "optimizer_config")}
+    for place, other in nearby.items():
+        if other is not node and _is_node(other) and lookup(other, _KEY):
+            raise FreezeConfigError(
+                f"role {role!r}: {_KEY} stands in {place}, where it is not read, since {here} is there: "
+                f"move it to {here}.{_KEY}"
+            )

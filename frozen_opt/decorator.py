@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import wrapt
@@ -12,8 +13,8 @@ import wrapt
 from frozen_opt import ranks
 from frozen_opt.arguments import bind, find_model, find_patterns
 from frozen_opt.backends import find_optimizers
-from frozen_opt.errors import UnsupportedBackendError
-from frozen_opt.plan import freeze_parameters, make_plan, prove_apart
+from frozen_opt.exclusion import prove_apart
+from frozen_opt.plan import freeze_parameters, make_plan
 from frozen_opt.report import FreezeReport, record
 from frozen_opt.selection import NameMap
 
@@ -58,42 +59,38 @@ def with_freezing(
     """
 
     @contextmanager
-    def freezing(factory: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[Callable[[Any], None]]:
+    def freezing(factory: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[_Call]:
         arguments = bind(factory, instance, args, kwargs)
-        wanted = find_patterns(arguments, role, patterns, config)
-        result: list[Any] = []
-        if not wanted:
-            yield result.append
-            try:
-                optimizers = find_optimizers(result)
-            except UnsupportedBackendError:
-                optimizers = []  # one that can't be seen into is no fault where nothing is to be frozen
-            prove_apart(role, {id(parameter) for _, held in optimizers for parameter in held})
-            record(FreezeReport(role), optimizers=[optimizer for optimizer, _ in optimizers], group=group)
-            return
         plan = make_plan(
-            lambda: find_model(arguments, model), wanted, role=role, name_map=name_map, group=group
+            lambda: find_model(arguments, model),
+            lambda: find_patterns(arguments, role, patterns, config),
+            role=role,
+            name_map=name_map,
+            group=group,
         )
+        call = _Call()
+        if not plan.patterns:
+            yield call
+            _leave_alone(role, call.result, group)
+            return
         with plan.frozen():
-            yield result.append
-            proof = plan.prove(result)
+            yield call
+            proof = plan.prove(call.result)
         plan.record(proof)
 
     async def call_later(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        with freezing(factory, instance, args, kwargs) as returned:
-            result = await factory(*args, **kwargs)
-            returned(result)
-        return result
+        with freezing(factory, instance, args, kwargs) as call:
+            call.result = await factory(*args, **kwargs)
+        return call.result
 
-    def call(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def call_now(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(factory):
             return call_later(factory, instance, args, kwargs)
-        with freezing(factory, instance, args, kwargs) as returned:
-            result = factory(*args, **kwargs)
-            returned(result)
-        return result
+        with freezing(factory, instance, args, kwargs) as call:
+            call.result = factory(*args, **kwargs)
+        return call.result
 
-    return lambda factory: _Decorated(factory, call)  # type: ignore[return-value]
+    return lambda factory: _Decorated(factory, call_now)  # type: ignore[return-value]
 
 
 def freezing_hook(
@@ -111,6 +108,21 @@ def freezing_hook(
         return model
 
     return hook
+
+
+@dataclass
+class _Call:
+    result: Any = None
+
+
+def _leave_alone(role: str, result: object, group: ranks.Group) -> None:
+    """Remember an optimizer whose role freezes nothing: it may still not hold what was frozen before."""
+    try:
+        optimizers = find_optimizers(result)
+    except Exception:
+        optimizers = []  # what can't be seen into is no fault where nothing is to be frozen
+    prove_apart(role, {id(parameter) for _, held in optimizers for parameter in held})
+    record(FreezeReport(role), optimizers=[optimizer for optimizer, _ in optimizers], group=group)
 
 
 class _DecoratedMethod(wrapt.BoundFunctionWrapper[Any, Any]):

@@ -170,8 +170,12 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
                 visit(child, f"{prefix}{name}.", state[name])
             ancestors.discard(id(module))
 
-    for chunk in chunks:
-        visit(chunk, "", state)
+    try:
+        for chunk in chunks:
+            visit(chunk, "", state)
+    finally:
+        # It holds itself, and would hold the model until the garbage collector comes.
+        visit = None  # type: ignore[assignment]
     return result
 
 

@@ -2,122 +2,82 @@
 
 from __future__ import annotations
 
+import glob
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from frozen_opt import ranks
-from frozen_opt.backends import Backend, choose_backend, find_optimizers, require_optimizers
+from frozen_opt.backends import Backend, choose_backend
 from frozen_opt.errors import (
-    FrozenParameterInOptimizerError,
+    FreezeConfigError,
     NothingTrainableError,
     UnmatchedPatternError,
     UnsupportedBackendError,
     listing,
 )
-from frozen_opt.names import module_list
+from frozen_opt.exclusion import Proof, prove_excluded, prove_free
+from frozen_opt.names import module_list, walk
 from frozen_opt.order import in_model_order
 from frozen_opt.patterns import check_patterns
-from frozen_opt.report import FreezeReport, Frozen, frozen_elsewhere, optimizers_elsewhere, record
+from frozen_opt.report import FreezeReport, Frozen, record
 from frozen_opt.selection import NameMap, Selection, Selector, closest_names
-
-
-class Proof(NamedTuple):
-    """What there was to see once a factory had run."""
-
-    optimizers: list[Any]
-    frozen: Mapping[str, nn.Parameter]
-    """By name. Not those that were planned if the factory has sharded the model."""
-    backend: str
 
 
 @dataclass(frozen=True)
 class FreezePlan(Frozen):
     """What would be frozen. Making one changes nothing; `apply()` freezes."""
 
-    # This rank's share of it, and what it takes to look again.
-    _selector: Selector | None = None
-    _selection: Selection | None = None
-    _warnings: Sequence[str] = ()
-    _group: ranks.Group = None
+    # This rank's share of it. Weak, or a factory that shards the model would need the memory of both.
+    _chunks: Sequence[nn.Module] = field(default=(), repr=False)
+    _planned: Sequence[_Planned] = field(default=(), repr=False)
+    _selector: Selector | None = field(default=None, repr=False)
+    _warnings: Sequence[str] = field(default=(), repr=False)
+    _group: ranks.Group = field(default=None, repr=False)
 
     def apply(self) -> FreezeReport:
-        """Freeze, record and log. Build the optimizer afterwards, from `trainable_parameters(model)`."""
+        """Freeze, record and log. Build the optimizer afterwards, from `trainable_parameters(model)`.
+
+        Raises:
+            FreezeConfigError: The model has other parameters under these names by now.
+        """
         self._freeze()
         return self.record()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze for good, unless the body raises on some rank: then every rank puts its flags back."""
-        flags = {name: parameter.requires_grad for name, parameter in self._parameters.items()}
-        self._freeze()
-        error: Exception | None = None
+        flags = self._freeze()
+        error: BaseException | None = None
         try:
             try:
                 yield
-            except Exception as raised:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise  # no rank may be left to agree with
+            except BaseException as raised:
                 error = raised
             ranks.check_together(error, self.role, self.patterns, self._group)
         except BaseException:
             self._put_back(flags)
             raise
+        finally:
+            error = None  # its traceback holds this frame, and so the model
 
     def prove(self, result: object) -> Proof:
-        """Prove that no optimizer in `result`, what a factory returned, holds a frozen parameter.
-
-        By identity, and by name: the factory may have put other tensors under the frozen names, when it
-        shards the model, say.
-
-        Raises:
-            FrozenParameterInOptimizerError: One does, or a name holds a trainable tensor again.
-            UnsupportedBackendError: There is no optimizer that can be checked, or the factory has made of
-                the model what its backend can't honour.
-        """
-        optimizers = require_optimizers(result)
-        held = {id(parameter) for _, parameters in optimizers for parameter in parameters}
-        now = self._select_again()
-        current = {name: found.parameter for name, found in now.frozen.items()}
-        caught = [
-            name
-            for name, parameter in self._parameters.items()
-            if id(parameter) in held or id(current.get(name)) in held
-        ]
-        if caught:
-            raise FrozenParameterInOptimizerError(
-                f"{_about(self)}: the optimizer holds {len(caught)} frozen parameters: {listing(caught)}. "
-                "Give it frozen_opt.trainable_parameters(model) in place of model.parameters(). The "
-                "requires_grad flags were put back"
-            )
-        if undone := [name for name, parameter in current.items() if parameter.requires_grad]:
-            raise FrozenParameterInOptimizerError(
-                f"{_about(self)}: while the optimizer was built, {listing(undone)} became trainable again "
-                "(a loading or sharding step registered new parameters, or set requires_grad). Let it do "
-                "so before the freeze. The requires_grad flags were put back"
-            )
-        backend = choose_backend(now.walk)
-        if refusal := backend.refusal(now.walk, list(now.frozen.values())):
-            raise UnsupportedBackendError(f"{_about(self)}: {refusal}")
-        if gone := [name for name in self._parameters if name not in current]:
-            raise UnsupportedBackendError(
-                f"{_about(self)}: while the optimizer was built, {listing(gone)} went from the model, so "
-                "that nothing can be proved about them. Let what replaces modules do so before the freeze"
-            )
-        if held and held.isdisjoint(map(id, now.walk.parameters)):
-            raise UnsupportedBackendError(
-                f"{_about(self)}: the optimizer holds none of the model's parameters (copies, perhaps), so "
-                "nothing can be proved about it. Teach frozen_opt this optimizer with register_backend"
-            )
-        prove_apart(self.role, held)
-        return Proof([optimizer for optimizer, _ in optimizers], current, backend.name)
+        """Prove that no optimizer in what a factory returned holds a frozen parameter; see `exclusion`."""
+        assert self._selector is not None
+        planned = {name: reference() for name, _, reference in self._planned}
+        return prove_excluded(self.role, _about(self), planned, self._selector.select(self._chunks), result)
 
     def record(self, proof: Proof | None = None) -> FreezeReport:
         """Remember and log what is frozen now."""
-        optimizers, frozen, backend = proof or Proof([], self._parameters, self.backend)
+        optimizers, frozen, backend = proof or Proof([], self._current(), self.backend)
         for parameter in frozen.values():
             parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = FreezeReport(
@@ -139,27 +99,44 @@ class FreezePlan(Frozen):
         )
         return report
 
-    @cached_property
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        frozen = self._selection.frozen if self._selection else {}
-        return {name: found.parameter for name, found in frozen.items()}
+    def _current(self) -> dict[str, nn.Parameter]:
+        """The planned parameters, if each still stands where it was found."""
+        current, gone = {}, []
+        for name, owner, reference in self._planned:
+            parameter = reference()
+            if parameter is None or all(parameter is not own for own in owner._parameters.values()):
+                gone.append(name)
+            else:
+                current[name] = parameter
+        if gone:
+            raise FreezeConfigError(
+                f"{_about(self)}: since this was planned, other parameters have come in the place of "
+                f"{listing(gone)} (the model was sharded, loaded or moved): plan again"
+            )
+        return current
 
-    def _select_again(self) -> Selection:
-        assert self._selector is not None
-        assert self._selection is not None
-        return self._selector.select(self._selection.walk.chunks)
-
-    def _freeze(self) -> None:
-        for parameter in self._parameters.values():
+    def _freeze(self) -> dict[str, bool]:
+        """Freeze; the flags as they were."""
+        current = self._current()
+        flags = {name: parameter.requires_grad for name, parameter in current.items()}
+        for parameter in current.values():
             parameter.requires_grad_(False)
+        return flags
 
     def _put_back(self, flags: Mapping[str, bool]) -> None:
-        for name, flag in flags.items():
-            self._parameters[name].requires_grad_(flag)
-        current = self._select_again().frozen  # the factory may have registered other tensors
-        for name, flag in flags.items():
-            if name in current:
-                current[name].parameter.requires_grad_(flag)
+        current = {found.name: found.parameter for found in walk(self._chunks).found}
+        for name, _, reference in self._planned:
+            for parameter in (reference(), current.get(name)):  # the factory may have registered another
+                if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
+                    parameter.requires_grad_(flags[name])
+
+
+class _Planned(NamedTuple):
+    """A parameter of this rank that is to be frozen."""
+
+    name: str
+    owner: nn.Module
+    reference: weakref.ref[nn.Parameter]
 
 
 def plan_freezing(
@@ -189,7 +166,7 @@ def plan_freezing(
         FrozenParameterInOptimizerError: Another role's optimizer holds a matched parameter.
         NothingTrainableError: Nothing would be left to train.
     """
-    return make_plan(lambda: model, patterns, role=role, name_map=name_map, group=group)
+    return make_plan(lambda: model, lambda: patterns, role=role, name_map=name_map, group=group)
 
 
 def freeze_parameters(
@@ -209,56 +186,57 @@ def freeze_parameters(
 
 def make_plan(
     find_model: Callable[[], object],
-    patterns: object,
+    find_patterns: Callable[[], object],
     *,
     role: str,
     name_map: NameMap = None,
     group: ranks.Group = None,
 ) -> FreezePlan:
-    """`plan_freezing` for a model that is yet to be found: ranks agree on a failure to find it as well."""
-    checked = tuple(check_patterns(patterns, role))
-    if not checked:
-        return FreezePlan(role)
+    """`plan_freezing` for a model and patterns that are yet to be found, on all ranks or on none.
+
+    Without patterns nothing is looked for, and no other rank is asked.
+    """
+    patterns: tuple[str, ...] = ()
     local: _Local | None = None
     error: Exception | None = None
     try:
-        local = _look(find_model(), Selector(role, checked, name_map), group)
+        patterns = tuple(check_patterns(find_patterns(), role))
+        if not patterns:
+            return FreezePlan(role)
+        local = _look(find_model(), Selector(role, patterns, name_map), group)
     except Exception as raised:
         error = raised
-    ranks.check_together(error, role, checked, group)
+    try:
+        ranks.check_together(error, role, patterns, group)
+    finally:
+        error = None  # its traceback holds this frame, and so the model
     assert local is not None
     findings, trainable = ranks.exchange([local.rows, local.warnings], local.trainable, group)
-    rows = in_model_order({row[0]: _Row(*row) for found, _ in findings for row in found}, len(findings))
+    rows = in_model_order(_by_name(findings, role), len(findings))
     frozen = [row for row in rows if row.selected]
     credits = Counter(index for row in rows for index in row.credited)
     plan = FreezePlan(
         role=role,
-        patterns=checked,
+        patterns=patterns,
         backend=local.backend.name,
         names=tuple(row.name for row in frozen),
-        matches={pattern: credits[index] for index, pattern in enumerate(checked)},
+        matches={pattern: credits[index] for index, pattern in enumerate(patterns)},
         element_count=sum(row.elements for row in frozen),
         ties={row.name: tuple(row.ties) for row in frozen if row.ties},
+        _chunks=local.selection.walk.chunks,
+        _planned=[
+            _Planned(name, found.owner, weakref.ref(found.parameter))
+            for name, found in local.selection.frozen.items()
+        ],
         _selector=local.selector,
-        _selection=local.selection,
         _warnings=list(dict.fromkeys(text for _, warnings in findings for text in warnings)),
         _group=group,
     )
-    if not all(plan.matches.values()):
-        raise _unmatched(plan, local)
+    if idle := [pattern for index, pattern in enumerate(patterns) if not credits[index]]:
+        raise _unmatched(plan, idle, local)
     if not trainable:
         raise NothingTrainableError(f"{_about(plan)}: {_NOTHING_LEFT}")
     return plan
-
-
-def prove_apart(role: str, held: set[int]) -> None:
-    """Raise if another role has frozen one of the parameters with these ids."""
-    for other, name, parameter in frozen_elsewhere(role):
-        if id(parameter) in held:
-            raise FrozenParameterInOptimizerError(
-                f"the optimizer of role {role!r} holds {listing([name])}, which role {other!r} has frozen: "
-                f"they share this tensor. Freeze it for {role!r} as well, or leave it trainable for both"
-            )
 
 
 class _Row(NamedTuple):
@@ -286,40 +264,45 @@ class _Local:
 
 def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
     selection = selector.select(module_list(model))
-    walk, frozen = selection.walk, list(selection.frozen.values())
-    backend = choose_backend(walk)
-    if refusal := backend.refusal(walk, frozen):
+    walked, frozen = selection.walk, list(selection.frozen.values())
+    if lazy := [found.name for found in frozen if is_lazy(found.parameter)]:
+        raise UnsupportedBackendError(
+            f"{_about(selector)}: {listing(lazy)} has no shape yet: run a forward on a batch first, so that "
+            "lazy modules know their sizes"
+        )
+    backend = choose_backend(walked)
+    if refusal := backend.refusal(walked, frozen):
         raise UnsupportedBackendError(f"{_about(selector)}: {refusal}")
     ids = {id(found.parameter): found.name for found in frozen}
-    for other, optimizer in optimizers_elsewhere(selector.role):
-        shared = [
-            ids[id(parameter)]
-            for _, held in find_optimizers(optimizer)
-            for parameter in held
-            if id(parameter) in ids
-        ]
-        if shared:
-            raise FrozenParameterInOptimizerError(
-                f"{_about(selector)}: the optimizer of role {other!r} holds {listing(shared)}: the two "
-                f"roles share these tensors. Freeze them for {other!r} as well, before its optimizer is built"
-            )
-    trainable = any(parameter.requires_grad and id(parameter) not in ids for parameter in walk.parameters)
+    prove_free(selector.role, _about(selector), ids)
+    trainable = any(parameter.requires_grad and id(parameter) not in ids for parameter in walked.parameters)
     if not trainable and not backend.idle_ranks:
         raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
-    counts = backend.element_counts(walk, [found.parameter for found in selection.matches])
+    counts = backend.element_counts(walked, [found.parameter for found in selection.matches])
     rows = [
         (found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
         for found, count in zip(selection.matches, counts, strict=True)
     ]
-    return _Local(selector, selection, backend, rows, backend.warnings(walk, frozen), trainable)
+    return _Local(selector, selection, backend, rows, backend.warnings(walked, frozen), trainable)
 
 
-def _unmatched(plan: FreezePlan, local: _Local) -> UnmatchedPatternError:
+def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
+    rows: dict[str, _Row] = {}
+    for found, _ in findings:
+        for row in (_Row(*fields) for fields in found):
+            known = rows.setdefault(row.name, row)
+            if known.elements != row.elements:
+                raise FreezeConfigError(
+                    f"role {role!r}: {listing([row.name])} has {known.elements} elements on one rank and "
+                    f"{row.elements} on another: the ranks don't hold the same model"
+                )
+    return rows
+
+
+def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local) -> UnmatchedPatternError:
     names = local.selector.names(local.selection.walk.chunks)
     texts = []
-    for pattern, count in plan.matches.items():
-        if count:
-            continue
+    for pattern in idle:
         if pattern.startswith("!"):
             texts.append(f"{pattern!r} takes nothing away from what the patterns before it select")
             continue
@@ -329,6 +312,8 @@ def _unmatched(plan: FreezePlan, local: _Local) -> UnmatchedPatternError:
         ]
         best = dict.fromkeys(name for _, name in sorted(scored, key=lambda pair: -pair[0]))
         texts.append(f"{pattern!r} matches no parameter; the closest names: {listing(list(best)[:3])}")
+        if pattern in best:
+            texts.append(f"for the name {pattern!r} itself write {glob.escape(pattern)!r}")
     return UnmatchedPatternError(
         f"role {plan.role!r}: {'; '.join(texts)}. Patterns are globs over whole names: write "
         f"*.mlp.gate.weight, say. Correct trainer.{plan.role}.freeze_parameters"

@@ -60,30 +60,33 @@ def check_together(error: BaseException | None, role: str, patterns: Sequence[st
         FreezeConfigError: Role or patterns differ.
         FreezingError: Another rank failed. If its error is one of ours, the same is raised everywhere.
     """
-    if not distributed(group):
-        if error is not None:
-            raise error
-        return
-    if error is not None and not isinstance(error, FreezingError):
-        # Where the others are still in a collective of the factory's, this must be read now or never.
-        logger.error("{}: rank {} failed, and tells the others: {!r}", role, dist.get_rank(), error)
-    size, digest = dist.get_world_size(group), _digest([role, *patterns])
-    failed = size - dist.get_rank(group) if error is not None else 0
-    # One maximum tells the lowest rank that failed, and both the largest and the smallest digest.
-    verdict = torch.tensor([failed, digest, -digest], device=_device(group))
-    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
-    failed, largest, smallest = verdict.tolist()
-    if failed:
-        raise _first_error(error, role, size - failed, group)
-    if largest != -smallest:
-        lists = gather((role, list(patterns)), group)
-        other = next(rank for rank, given in enumerate(lists) if given != lists[0])
-        here, there = _global_rank(group, 0), _global_rank(group, other)
-        raise FreezeConfigError(
-            f"ranks were given different lists to freeze: rank {here} has role {lists[0][0]!r} with "
-            f"{lists[0][1]}, rank {there} has role {lists[other][0]!r} with {lists[other][1]}. Every rank "
-            "must read the same config"
-        )
+    try:
+        if not distributed(group):
+            if error is not None:
+                raise error
+            return
+        if error is not None and not isinstance(error, FreezingError):
+            # Where the others are still in a collective of the factory's, this must be read now or never.
+            logger.error("{}: rank {} failed, and tells the others: {!r}", role, dist.get_rank(), error)
+        size, digest = dist.get_world_size(group), _digest([role, *patterns])
+        failed = size - dist.get_rank(group) if error is not None else 0
+        # One maximum tells the lowest rank that failed, and both the largest and the smallest digest.
+        verdict = torch.tensor([failed, digest, -digest], device=_device(group))
+        dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+        failed, largest, smallest = verdict.tolist()
+        if failed:
+            raise _first_error(error, role, size - failed, group)
+        if largest != -smallest:
+            lists = gather((role, list(patterns)), group)
+            other = next(rank for rank, given in enumerate(lists) if given != lists[0])
+            here, there = _global_rank(group, 0), _global_rank(group, other)
+            raise FreezeConfigError(
+                f"ranks were given different lists to freeze: rank {here} has role {lists[0][0]!r} with "
+                f"{lists[0][1]}, rank {there} has role {lists[other][0]!r} with {lists[other][1]}. Every "
+                "rank must read the same config"
+            )
+    finally:
+        error = None  # its traceback holds this frame, and so what it was raised for
 
 
 def _first_error(error: BaseException | None, role: str, first: int, group: Group) -> BaseException:

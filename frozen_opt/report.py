@@ -149,7 +149,8 @@ class FreezeReport(Frozen):
 @dataclass
 class _Entry:
     report: FreezeReport
-    frozen: dict[str, weakref.ref[torch.Tensor]]
+    # Of all calls: a role may freeze several models.
+    frozen: list[tuple[str, weakref.ref[torch.Tensor]]]
     optimizers: list[weakref.ref[Any]]
 
 
@@ -173,7 +174,7 @@ def metrics() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Forget every role. Parameters stay as they are."""
+    """Forget every role, between two runs in one process, say. Parameters stay as they are."""
     _memory.clear()
 
 
@@ -191,11 +192,18 @@ def record(
     is one freeze; the second is not logged again.
     """
     known = _memory.get(new.role)
-    _memory[new.role] = _Entry(
+    entry = _Entry(
         new,
-        {name: weakref.ref(tensor) for name, tensor in frozen},
+        [(name, weakref.ref(tensor)) for name, tensor in frozen],
         [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "__weakref__")],
     )
+    if known is not None:
+        living = [(name, reference) for name, reference in known.frozen if reference() is not None]
+        entry.frozen += living
+        entry.optimizers += [reference for reference in known.optimizers if reference() is not None]
+        if not new.patterns and living:
+            entry.report = known.report  # a hook has frozen them, and the factory's list is empty
+    _memory[new.role] = entry
     if not ranks.is_first(group):
         return
     if not new.patterns:
@@ -204,13 +212,12 @@ def record(
         _log(new, warnings)
 
 
-def frozen_elsewhere(role: str) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """What other roles froze: role, canonical name, tensor."""
-    for other, entry in _memory.items():
-        if other != role:
-            for name, reference in entry.frozen.items():
-                if (tensor := reference()) is not None:
-                    yield other, name, tensor
+def frozen_before() -> Iterator[tuple[str, str, torch.Tensor]]:
+    """What all roles have frozen so far: role, canonical name, tensor."""
+    for role, entry in _memory.items():
+        for name, reference in entry.frozen:
+            if (tensor := reference()) is not None:
+                yield role, name, tensor
 
 
 def optimizers_elsewhere(role: str) -> Iterator[tuple[str, Any]]:

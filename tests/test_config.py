@@ -89,3 +89,39 @@ def test_a_broken_interpolation_is_not_taken_for_empty() -> None:
     config = OmegaConf.create({"trainer": {"policy": {"freeze_parameters": "${mistyped}"}}})
     with pytest.raises(omegaconf.errors.InterpolationKeyError):
         read_patterns(config, "policy")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"trainer": {"policy": {"freeze_params": PATTERNS}}}, "has freeze_params, which is not read"),
+        (
+            {"trainer": {"policy": {"frozen_parameters": PATTERNS}}},
+            "has frozen_parameters, which is not read",
+        ),
+        (SimpleNamespace(policy=SimpleNamespace(freeze_parameter=PATTERNS)), "has freeze_parameter, which"),
+        ({"trainer": {"policy": {"lr": 1}, "freeze_parameters": PATTERNS}}, "stands in trainer, where"),
+        ({"trainer": {"policy": {"lr": 1}}, "policy": {"freeze_parameters": PATTERNS}}, "stands in policy,"),
+        ({"policy": {"lr": 1}, "freeze_parameters": PATTERNS}, "stands in the config itself, where"),
+        (
+            {"trainer": {"policy": {"optimizer_config": {"freeze_parameters": PATTERNS}}}},
+            r"stands in trainer\.policy\.optimizer_config, where it is not read",
+        ),
+    ],
+)
+def test_a_list_that_is_not_read_is_an_error(config: Any, says: str) -> None:
+    with pytest.raises(FreezeConfigError, match=says):
+        read_patterns(config, "policy")
+
+
+def test_a_name_in_place_of_a_node_is_no_node() -> None:
+    assert read_patterns({"policy": "MlpPolicy", "freeze_parameters": PATTERNS}, "policy") == PATTERNS
+    config = {"trainer": {"policy": "ppo"}, "policy": {"freeze_parameters": PATTERNS}}
+    assert read_patterns(config, "policy") == PATTERNS
+
+
+def test_keys_that_are_none_of_ours_are_left_alone() -> None:
+    node = {"freeze_router_bias": True, "num_parameters": 3, "optimizer_config": {"lr": 1}}
+    assert (
+        read_patterns({"trainer": {"policy": node}, "critic": {"freeze_parameters": ["a"]}}, "policy") == []
+    )

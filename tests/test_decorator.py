@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 import frozen_opt
@@ -399,3 +400,30 @@ def test_what_cannot_be_found_is_an_error_that_says_where_it_looked(
 def test_an_empty_list_needs_no_module() -> None:
     """A model that is no nn.Module is an error only once something is to be frozen."""
     assert with_freezing("policy", patterns=[])(lambda model: model)("anything") == "anything"
+
+
+class Remote:
+    """Whatever is asked of it fails, and none of it is a secret optimizer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError("the remote is down")
+
+
+def test_an_empty_list_runs_no_code_of_what_the_factory_returned() -> None:
+    config = OmegaConf.create({"trainer": {"policy": {}}, "data": "???"})
+
+    @with_freezing("policy")
+    def factory(model: nn.Module, config: Any) -> Any:
+        return torch.optim.SGD(model.parameters()), Remote(), config, [object() for _ in range(200_000)]
+
+    assert len(factory(transformer(), config)) == 4
+
+
+def test_a_model_that_is_no_module_is_not_exchanged_for_another_argument() -> None:
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"the argument model is a builtins\.str"):
+        with_freezing("policy", patterns=GATES)(lambda model, reward_model: None)("qwen", transformer())
+
+
+def test_the_error_names_what_the_factory_returned() -> None:
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"returned a builtins\.NoneType"):
+        with_freezing("policy", patterns=GATES)(lambda model: None)(transformer())

@@ -5,6 +5,7 @@ import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +124,46 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
+@dataclass(slots=True)
+class Slotted:
+    optimizer: Any
+
+
+class Duck:
+    """Shows the groups of an optimizer that it is not."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+
+class Proxy:
+    def __init__(self, optimizer: Any) -> None:
+        self.wrapped = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+def beside(hidden: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    """A first optimizer in plain sight, and a second one hidden."""
+    return lambda ps: (sgd(ps[:1]), hidden(sgd(ps[1:])))
+
+
 SHAPES: dict[str, Callable[[list[Any]], Any]] = {
+    "a dataclass with slots": beside(Slotted),
+    "nested dataclasses": beside(lambda optimizer: State(State(optimizer))),
+    "a namespace": beside(lambda optimizer: SimpleNamespace(muon=optimizer)),
+    "a dict of lists in a dataclass": beside(lambda optimizer: State({"x": [optimizer]})),
+    "an optimizer of optimizers, deep": beside(lambda optimizer: Composite({"others": [[optimizer]]})),
+    "an optimizer of optimizers, by an object": beside(
+        lambda optimizer: Composite(SimpleNamespace(opt=optimizer))
+    ),
+    "a duck": beside(lambda optimizer: {"critic": Duck(optimizer)}),
+    "a proxy": beside(Proxy),
     "one group": sgd,
     "several groups, one empty": lambda ps: sgd(
         [{"params": ps[:2]}, {"params": [], "lr": 1.0}, {"params": ps[2:]}]
@@ -184,6 +224,66 @@ def test_case_01_frozen_after_the_optimizer_keeps_moving_and_frozen_before_it_do
     before = snapshot(model)
     train(model, optimizer)
     assert set(before) - moved(model, before) == {"embedding.weight"}
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Steps fp32 copies of what is bf16, and the rest itself, as mixed-precision optimizers do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        masters = [p.detach().float() if p.dtype == torch.bfloat16 else p for p in parameters]
+        super().__init__(masters, {})
+
+
+def test_copies_of_a_frozen_parameter_are_caught_by_value() -> None:
+    model = transformer()
+    model.embedding.bfloat16()
+    decorate = with_freezing("policy", patterns=PATTERNS)
+    rest = [parameter for name, parameter in model.named_parameters() if name not in FROZEN]
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"copies of embedding\.weight"):
+        decorate(lambda model: MasterWeights([model.embedding.weight, *rest]))(model)
+    assert all(flags(model).values())
+    outside = nn.Parameter(torch.zeros(11, 8))  # of the embedding's shape, and no copy
+    decorate(lambda model: MasterWeights([outside, *rest]))(model)
+
+
+@pytest.mark.parametrize("tie", ["the same memory", "a part of it"])
+def test_ties_by_memory_are_caught(tie: str) -> None:
+    model = transformer()
+    if tie == "the same memory":
+        model.head.weight.data = model.embedding.weight.data
+    else:
+        model.head.weight = nn.Parameter(model.embedding.weight.data[3:5])
+    decorated = with_freezing("policy", patterns=PATTERNS)(lambda model: sgd(trainable_parameters(model)))
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"in the memory of embedding\.weight"):
+        decorated(model)
+    assert all(flags(model).values())
+
+
+def test_neighbours_in_one_storage_are_no_tie() -> None:
+    model = transformer()
+    flat = torch.randn(2 * 88)
+    model.embedding.weight.data, model.head.weight.data = flat[:88].view(11, 8), flat[88:].view(11, 8)
+    with_freezing("policy", patterns=PATTERNS)(lambda model: sgd(trainable_parameters(model)))(model)
+
+
+def test_what_a_hook_froze_a_factory_with_an_empty_list_must_not_hold() -> None:
+    model = transformer()
+    frozen_opt.freezing_hook("policy", PATTERNS)(model)
+    decorate = with_freezing("policy", patterns=[])
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"which this role froze before"):
+        decorate(lambda model: sgd(model.parameters()))(model)
+    decorate(lambda model: sgd(trainable_parameters(model)))(model)
+    assert frozen_opt.metrics()["policy/frozen_parameter_count"] == 3
+    model.requires_grad_(True)  # to train them again is a choice
+    decorate(lambda model: sgd(model.parameters()))(model)
+
+
+def test_a_role_may_freeze_several_models_and_forgets_none() -> None:
+    first, second = transformer(), transformer()
+    for model in (first, second):
+        Roles.build_well("policy", model, PATTERNS)
+    with pytest.raises(FrozenParameterInOptimizerError, match="which role 'policy' has frozen"):
+        Roles.build("critic", first, [])
 
 
 def test_gradients_of_an_earlier_backward_are_dropped() -> None:

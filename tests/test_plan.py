@@ -1,6 +1,9 @@
 """Planning: what is refused, with which words, and that planning changes nothing."""
 
+import contextlib
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -141,3 +144,70 @@ def test_parts_of_a_model_merge_in_model_order(parts: int, random: object) -> No
     rows = {name: name for held in holders for name in held}
     merged = in_model_order(rows, parts)
     assert merged == [names[0], *inner, names[-1]]
+
+
+def test_a_plan_that_the_model_has_outlived_freezes_nothing() -> None:
+    model = transformer()
+    plan = frozen_opt.plan_freezing(model, ["embedding.weight", "head.weight"], role="policy")
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(frozen_opt.FreezeConfigError, match=r"come in the place of head\.weight.*plan again"):
+        plan.apply()
+    assert all(flags(model).values())
+    assert frozen_opt.metrics() == {}
+
+
+def test_a_plan_keeps_no_parameter_alive_and_prints_none() -> None:
+    model = transformer()
+    gone = weakref.ref(model.head.weight)
+    plan = frozen_opt.plan_freezing(model, ["head.weight"], role="policy")
+    model.head.weight = nn.Parameter(torch.zeros(11, 8))
+    assert gone() is None
+    assert "tensor(" not in repr(plan)
+
+
+def test_neither_a_walk_nor_an_error_keeps_a_model_alive() -> None:
+    gc.disable()
+    try:
+        model = transformer()
+        gone = weakref.ref(model.head.weight)
+        frozen_opt.trainable_parameters(model)
+        with contextlib.suppress(frozen_opt.UnsupportedBackendError):
+            frozen_opt.with_freezing("policy", patterns=["head.weight"])(lambda model: None)(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_factorys_own_error_comes_through_whatever_it_left_behind() -> None:
+    model = transformer()
+
+    def factory(model: nn.Module) -> None:
+        model.head.weight = model.embedding.weight  # a tie that the patterns split
+        raise MemoryError("CUDA out of memory")
+
+    patterns = ["*.norm.*", "*.weight", "!head.*", "!layers.0.*"]
+    with pytest.raises(MemoryError):
+        frozen_opt.with_freezing("policy", patterns=patterns)(factory)(model)
+    assert all(flags(model).values())
+
+
+def test_a_name_with_glob_characters_is_told_how_to_write_it() -> None:
+    model = nn.ParameterDict({"w[0]": torch.ones(1), "v": torch.ones(1)})
+    with pytest.raises(frozen_opt.UnmatchedPatternError, match=r"'w\[0\]' itself write 'w\[\[\]0\]'"):
+        frozen_opt.freeze_parameters(model, ["w[0]"], role="policy")
+    assert frozen_opt.freeze_parameters(model, ["w[[]0]"], role="policy").parameter_count == 1
+
+
+def test_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"0\.weight, 0\.bias has no shape yet"):
+        frozen_opt.freeze_parameters(model, ["0.*"], role="policy")
+    model(torch.ones(1, 3))
+    assert frozen_opt.freeze_parameters(model, ["0.*"], role="policy").element_count == 8
+
+
+def test_a_pattern_that_stands_twice_is_judged_twice() -> None:
+    patterns = ["embedding.*", "!head.*", "head.*", "!head.*", "layers.0.*"]
+    with pytest.raises(frozen_opt.UnmatchedPatternError, match=r"'!head\.\*' takes nothing away"):
+        frozen_opt.freeze_parameters(transformer(), patterns, role="policy")

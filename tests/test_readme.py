@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.ranks.launch import run_ranks
-from tests.ranks.test_megatron_bridge import bridge, load  # noqa: F401
+from tests.ranks.test_megatron_bridge import bridge as bridge
+from tests.ranks.test_megatron_bridge import load
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

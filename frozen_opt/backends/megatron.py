@@ -48,6 +48,9 @@ class MegatronBackend(Backend):
                 continue
             if names := [found.name for found in matched if id(found.parameter) in held]:
                 return why.format(names=listing(names))
+        # DDP marks what it has a buffer for. It is not at hand where the chunks come unwrapped.
+        if names := [found.name for found in matched if hasattr(found.parameter, "main_grad")]:
+            return _TOO_LATE.format(names=listing(names))
         return None
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
