@@ -11,7 +11,7 @@ from torch import nn
 
 from frozen_opt.backends import choose_backend, find_optimizers, require_optimizers
 from frozen_opt.errors import FrozenParameterInOptimizerError, UnsupportedBackendError, listing
-from frozen_opt.report import frozen_before, optimizers_elsewhere
+from frozen_opt.report import frozen_so_far, optimizers_elsewhere
 from frozen_opt.selection import Selection
 
 
@@ -90,7 +90,7 @@ def prove_excluded(
 
 def prove_apart(role: str, held: set[int]) -> None:
     """Raise if one of the parameters with these ids has been frozen before, by this role or another."""
-    for other, name, parameter in frozen_before():
+    for other, name, parameter in frozen_so_far():
         if id(parameter) not in held:
             continue
         if other != role:

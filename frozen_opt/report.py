@@ -212,7 +212,7 @@ def record(
         _log(new, warnings)
 
 
-def frozen_before() -> Iterator[tuple[str, str, torch.Tensor]]:
+def frozen_so_far() -> Iterator[tuple[str, str, torch.Tensor]]:
     """What all roles have frozen so far: role, canonical name, tensor."""
     for role, entry in _memory.items():
         for name, reference in entry.frozen:

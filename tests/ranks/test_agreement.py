@@ -256,3 +256,54 @@ def test_a_fixed_number_of_small_collectives() -> None:
         assert found["stages"] == [agree, compare, (kind, size), last]
         assert (kind, last) == ("allreduce_", agree)
         assert size < 3 * 100  # the three ranks' names, each once
+
+
+def malformed_on_one_rank(how: str) -> tuple[str, str]:
+    model, here = stage(), dist.get_rank() == 1
+    if how == "list":
+        patterns: Any = "*.bias" if here else ["*.bias"]
+        return outcome(lambda: frozen_opt.freeze_parameters(model, patterns, role="policy"), model)
+    if how == "config":
+        config = None if here else {"trainer": {"policy": {"freeze_parameters": ["*.bias"]}}}
+        from_config = frozen_opt.with_freezing("policy")(lambda model, config: build(model, []))
+        return outcome(lambda: from_config(model, config), model)
+
+    @frozen_opt.with_freezing("policy", patterns=["*.bias"])
+    def leaving(model: nn.Module) -> torch.optim.Optimizer:
+        if here:
+            raise SystemExit("bad lr")
+        return build(model, [])
+
+    before = flags(model)
+    try:
+        leaving(model)
+    except (SystemExit, frozen_opt.FreezingError) as error:
+        assert flags(model) == before
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "classes", "says"),
+    [
+        ("list", ["FreezeConfigError"] * 2, "must be a list of patterns"),
+        ("config", ["FreezeConfigError"] * 2, "no config in this call"),
+        ("exit", ["FreezingError", "SystemExit"], "bad lr"),
+    ],
+)
+def test_what_one_rank_cannot_even_begin_with_stops_all(how: str, classes: list[str], says: str) -> None:
+    results = run_ranks(malformed_on_one_rank, 2, how, timeout=LIMIT)
+    assert [name for name, _ in results] == classes
+    assert all(says in text for _, text in results)
+
+
+def another_shape_on_one_rank() -> tuple[str, str]:
+    model = nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.LayerNorm(4))
+    return outcome(lambda: frozen_opt.freeze_parameters(model, ["0.weight"], role="policy"), model)
+
+
+def test_ranks_that_hold_different_models_are_told() -> None:
+    results = run_ranks(another_shape_on_one_rank, 2, timeout=LIMIT)
+    assert results[0] == results[1]
+    assert results[0][0] == "FreezeConfigError"
+    assert "0.weight has 16 elements on one rank and 20 on another" in results[0][1]

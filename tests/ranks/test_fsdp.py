@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import frozen_opt
-from frozen_opt import report
 from frozen_opt.backends import fsdp
+from frozen_opt.report import frozen_so_far
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
 
@@ -128,7 +128,7 @@ def inside(config: dict[str, Any], sharding: Callable[[Any], Any]) -> qwen.Run:
 
     run = train(*build(qwen.build(), config))
     frozen = frozen_opt.report("policy").names
-    assert [name for _, name, _ in report.frozen_before()] == list(frozen)
+    assert [name for _, name, _ in frozen_so_far()] == list(frozen)
     return run
 
 

@@ -239,6 +239,21 @@ def test_case_11_a_freeze_after_ddp_is_refused_on_every_rank(
     assert all(untouched)
 
 
+def refuse_bare(layout: Layout, ddp: dict[str, Any]) -> str:
+    chunks = layout.chunks()
+    wrapped = wrap(chunks, **ddp)
+    with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
+        frozen_opt.freeze_parameters(chunks, ["*.router.weight"], role="policy")
+    assert all(parameter.requires_grad for _, parameter in named_parameters(wrapped))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("ddp", [{}, {"distributed_optimizer": True}], ids=["plain", "sharded"])
+def test_case_11_chunks_that_come_without_their_wrapper_are_refused_as_well(ddp: dict[str, Any]) -> None:
+    (text,) = run_ranks(refuse_bare, 1, Layout(), ddp, timeout=30)
+    assert "has a place in its gradient buffers" in text
+
+
 def meshes_on_cpu() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
