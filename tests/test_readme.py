@@ -2,6 +2,10 @@
 
 import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +20,8 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
 
 
 def run_snippets(folder: str, megatron_bridge: str | None) -> dict[str, int]:
@@ -60,6 +65,46 @@ def test_the_snippets_run_in_order(tmp_path: Path) -> None:
 def test_the_megatron_snippets_run(tmp_path: Path, bridge: Path) -> None:
     (counts,) = run_ranks(run_snippets, 1, str(tmp_path), str(bridge), timeout=120)
     assert counts["policy/frozen_parameter_count"] == 2
+
+
+def commands(name: str) -> list[str]:
+    return [block.strip() for block in blocks("") if block.startswith(name)]
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Path:
+    """A folder with the files that the commands speak of."""
+    (tmp_path / "config.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "Qwen3-30B-A3B").mkdir()
+    shutil.copy(ROOT / "tests/data/qwen3-30b-a3b.json", tmp_path / "Qwen3-30B-A3B/config.json")
+    return tmp_path
+
+
+def run_command(command: str, folder: Path) -> str:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", commands("frozen-opt preview"))
+def test_the_preview_commands_run(command: str, reader: Path) -> None:
+    assert run_command(command, reader).strip() == blocks("text")[0].strip()
+
+
+@pytest.mark.parametrize("command", commands("torchrun"))
+def test_the_command_for_ranks_runs(command: str, reader: Path) -> None:
+    printed = run_command(f"{command.replace('torchrun', 'torchrun --standalone')} trainer.steps=1", reader)
+    assert printed.count("frozen ones bit-identical after training") == 2
+
+
+def test_every_command_is_one_that_the_tests_know() -> None:
+    known = ("pip install", "frozen-opt preview", "torchrun", "python -m benchmarks")
+    assert [block for block in blocks("") if not block.startswith(known)] == []
+    assert len(commands("frozen-opt preview")) == 2
+    assert len(commands("torchrun")) == 1
 
 
 def test_the_two_commands_name_the_tested_torch() -> None:
