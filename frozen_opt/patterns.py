@@ -70,29 +70,41 @@ class Verdict:
 class State(dict[str, "State"]):
     """The automaton after a module's name: `state[component]` is the state after that submodule."""
 
-    __slots__ = ("bits", "matcher", "verdicts")
+    __slots__ = ("bits", "characters", "matcher", "verdicts")
 
     def __init__(self, matcher: Matcher, bits: int) -> None:
         self.matcher = matcher
         self.bits = bits
-        self.verdicts = _Verdicts(matcher, bits)
+        self.characters: dict[str, State] = {}
+        self.verdicts = _Verdicts(self)
         """`state.verdicts[name]`: what the patterns say of that parameter of the module, or None."""
 
     def __missing__(self, component: str) -> State:
-        following = self.matcher.state(self.matcher.advance(self.bits, component + "."))
+        following = self.read(component + ".")
         self[component] = following
         return following
 
+    def read(self, text: str) -> State:
+        """The state after more text, character by character."""
+        state = self
+        for character in text:
+            try:
+                state = state.characters[character]
+            except KeyError:
+                following = self.matcher.after(state.bits, character)
+                state.characters[character] = following
+                state = following
+        return state
+
 
 class _Verdicts(dict[str, Verdict | None]):
-    __slots__ = ("bits", "matcher")
+    __slots__ = ("state",)
 
-    def __init__(self, matcher: Matcher, bits: int) -> None:
-        self.matcher = matcher
-        self.bits = bits
+    def __init__(self, state: State) -> None:
+        self.state = state
 
     def __missing__(self, name: str) -> Verdict | None:
-        verdict = self.matcher.verdict(self.matcher.advance(self.bits, name))
+        verdict = self.state.matcher.verdict(self.state.read(name).bits)
         self[name] = verdict
         return verdict
 
@@ -132,7 +144,7 @@ class Matcher:
         """What the patterns say of a parameter with these whole names: each matches by any of them."""
         reached = 0
         for name in names:
-            reached |= self.advance(self.start.bits, name)
+            reached |= self.start.read(name).bits
         return self.verdict(reached)
 
     def state(self, bits: int) -> State:
@@ -140,17 +152,13 @@ class Matcher:
             self._states[bits] = State(self, bits)
         return self._states[bits]
 
-    def advance(self, bits: int, text: str) -> int:
-        """The positions reached from `bits` by reading `text`."""
-        for character in text:
-            if character not in self._accepted:
-                self._accepted[character] = sum(
-                    positions
-                    for element, positions in self._elements.items()
-                    if fnmatchcase(character, element)
-                )
-            bits = (bits & self._accepted[character]) << 1 | bits & self._after_stars
-        return bits
+    def after(self, bits: int, character: str) -> State:
+        """The state that follows when a character is read."""
+        if character not in self._accepted:
+            self._accepted[character] = sum(
+                positions for element, positions in self._elements.items() if fnmatchcase(character, element)
+            )
+        return self.state((bits & self._accepted[character]) << 1 | bits & self._after_stars)
 
     def verdict(self, bits: int) -> Verdict | None:
         selected, credited = False, []
