@@ -47,13 +47,13 @@ class FreezePlan(Frozen):
         Raises:
             FreezeConfigError: The model has other parameters under these names by now.
         """
-        self._freeze()
-        return self.record()
+        return self.record(Proof([], self._freeze(), self.backend))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze for good, unless the body raises on some rank: then every rank puts its flags back."""
-        flags = self._freeze()
+        flags = {name: parameter.requires_grad for name, parameter in self._current().items()}
+        self._freeze()
         error: BaseException | None = None
         try:
             try:
@@ -75,9 +75,9 @@ class FreezePlan(Frozen):
         planned = {name: reference() for name, _, reference in self._planned}
         return prove_excluded(self.role, _about(self), planned, self._selector.select(self._chunks), result)
 
-    def record(self, proof: Proof | None = None) -> FreezeReport:
+    def record(self, proof: Proof) -> FreezeReport:
         """Remember and log what is frozen now."""
-        optimizers, frozen, backend = proof or Proof([], self._current(), self.backend)
+        optimizers, frozen, backend = proof
         for parameter in frozen.values():
             parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = FreezeReport(
@@ -104,7 +104,7 @@ class FreezePlan(Frozen):
         current, gone = {}, []
         for name, owner, reference in self._planned:
             parameter = reference()
-            if parameter is None or all(parameter is not own for own in owner._parameters.values()):
+            if parameter is None or id(parameter) not in map(id, owner._parameters.values()):
                 gone.append(name)
             else:
                 current[name] = parameter
@@ -115,13 +115,11 @@ class FreezePlan(Frozen):
             )
         return current
 
-    def _freeze(self) -> dict[str, bool]:
-        """Freeze; the flags as they were."""
+    def _freeze(self) -> dict[str, nn.Parameter]:
         current = self._current()
-        flags = {name: parameter.requires_grad for name, parameter in current.items()}
         for parameter in current.values():
             parameter.requires_grad_(False)
-        return flags
+        return current
 
     def _put_back(self, flags: Mapping[str, bool]) -> None:
         current = {found.name: found.parameter for found in walk(self._chunks).found}
