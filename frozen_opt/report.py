@@ -263,12 +263,12 @@ def fold(names: Sequence[str]) -> list[str]:
     folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
     for name in names:
         parts = _NUMBER.split(name)
-        folded.setdefault(tuple(parts[::2]), []).append(tuple(map(int, parts[1::2])))
+        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
     lines = []
     for texts, rows in folded.items():
         for place in reversed(range(len(texts) - 1)):
             # Rows that agree in all other places become one, with the set of their numbers in this place.
-            merged: dict[tuple[Any, ...], set[int]] = {}
+            merged: dict[tuple[Any, ...], set[str]] = {}
             for row in rows:
                 merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
             rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
@@ -278,11 +278,11 @@ def fold(names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _runs(values: frozenset[int]) -> str:
+def _runs(values: frozenset[str]) -> str:
     if len(values) == 1:
-        return str(*values)
+        return next(iter(values))
     runs: list[list[int]] = []
-    for value in sorted(values):
+    for value in sorted(map(int, values)):
         if runs and value == runs[-1][-1] + 1:
             runs[-1][1:] = [value]
         else:
