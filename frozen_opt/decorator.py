@@ -57,6 +57,8 @@ def with_freezing(
         FrozenParameterInOptimizerError: The optimizer holds a frozen parameter.
         UnsupportedBackendError: There is no optimizer in what the factory returned, or it can't be checked.
     """
+    if not isinstance(role, str):
+        raise TypeError('with_freezing takes a role: write @with_freezing("policy")')
 
     @contextmanager
     def freezing(factory: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[_Call]:

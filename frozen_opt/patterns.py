@@ -31,7 +31,7 @@ def check_patterns(patterns: object, role: str) -> list[str]:
         FreezeConfigError: A string in place of a list, another type, an element that is no string or
             empty, a carve-out with nothing before it.
     """
-    key = f"trainer.{role}.freeze_parameters"
+    key = f"role {role!r}: the list of patterns (in a config: trainer.{role}.freeze_parameters)"
     if patterns is None:
         return []
     if isinstance(patterns, str | bytes):

@@ -313,8 +313,7 @@ def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local) -> Unmatche
         if pattern in best:
             texts.append(f"for the name {pattern!r} itself write {glob.escape(pattern)!r}")
     return UnmatchedPatternError(
-        f"role {plan.role!r}: {'; '.join(texts)}. Patterns are globs over whole names: write "
-        f"*.mlp.gate.weight, say. Correct trainer.{plan.role}.freeze_parameters"
+        f"role {plan.role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
     )
 
 

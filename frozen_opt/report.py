@@ -197,6 +197,7 @@ def record(
         [(name, weakref.ref(tensor)) for name, tensor in frozen],
         [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "__weakref__")],
     )
+    same = known is not None and _is_the_same_freeze(known, entry)
     if known is not None:
         living = [(name, reference) for name, reference in known.frozen if reference() is not None]
         entry.frozen += living
@@ -208,8 +209,17 @@ def record(
         return
     if not new.patterns:
         logger.debug("{}: no parameters to freeze", new.role)
-    elif known is None or (known.report.patterns, known.report.names) != (new.patterns, new.names):
+    elif not same:
         _log(new, warnings)
+
+
+def _is_the_same_freeze(known: _Entry, entry: _Entry) -> bool:
+    """A hook's freeze, say, that a factory has found. Another model's is another one."""
+    reports = known.report, entry.report
+    if len({(report.patterns, report.names) for report in reports}) > 1:
+        return False
+    before = {id(reference()) for _, reference in known.frozen if reference() is not None}
+    return not before or not before.isdisjoint(id(reference()) for _, reference in entry.frozen)
 
 
 def frozen_so_far() -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -243,9 +253,10 @@ def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
     logger.bind(**data).info(
         "{}",
         printable(
-            f"{new.role}: froze {new.parameter_count} parameters ({new.element_count:,} elements, backend "
-            f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied)
-        ),
+        "{}",
+        f"{new.role}: froze {new.parameter_count} {'parameter' if new.parameter_count == 1 else 'parameters'} "
+        f"({new.element_count:,} elements, backend {new.backend}): {', '.join(names)}"
+        + "".join(f"; {tie}" for tie in tied),
     )
     for warning in warnings:
         logger.bind(role=new.role).warning("{}: {}", new.role, warning)

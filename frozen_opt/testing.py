@@ -1,4 +1,4 @@
-"""For the tests of a trainer: assert that it honours a freeze. Also a pytest plugin.
+"""For the tests of a trainer: assert that it honours a freeze.
 
     def test_router_stays_frozen(unchanged):
         with unchanged(model, ["*.mlp.gate.weight"]):
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -25,7 +23,6 @@ from frozen_opt.backends import require_optimizers
 from frozen_opt.errors import listing
 from frozen_opt.names import module_list
 from frozen_opt.patterns import check_patterns
-from frozen_opt.report import reset
 from frozen_opt.selection import Selector, closest_names
 from frozen_opt.shards import bits, mixed_bits, resting_parameters
 
@@ -204,34 +201,3 @@ def _after_each_step(look: Callable[[int], None]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@pytest.fixture(autouse=True)
-def _forget_frozen_roles() -> Iterator[None]:
-    """Forget after each test what was frozen in it."""
-    yield
-    reset()
-
-
-@pytest.fixture(name="assert_frozen")
-def _assert_frozen() -> Callable[..., None]:
-    """`frozen_opt.testing.assert_frozen(model, patterns)`."""
-    return assert_frozen
-
-
-@pytest.fixture(name="assert_excluded")
-def _assert_excluded() -> Callable[..., None]:
-    """`frozen_opt.testing.assert_excluded(optimizer, model, patterns)`."""
-    return assert_excluded
-
-
-@pytest.fixture(name="assert_no_state")
-def _assert_no_state() -> Callable[..., None]:
-    """`frozen_opt.testing.assert_no_state(optimizer, model, patterns)`."""
-    return assert_no_state
-
-
-@pytest.fixture(name="unchanged")
-def _unchanged() -> Callable[..., Any]:
-    """`frozen_opt.testing.unchanged(model, patterns)`, a context manager."""
-    return unchanged

@@ -427,3 +427,8 @@ def test_a_model_that_is_no_module_is_not_exchanged_for_another_argument() -> No
 def test_the_error_names_what_the_factory_returned() -> None:
     with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"returned a builtins\.NoneType"):
         with_freezing("policy", patterns=GATES)(lambda model: None)(transformer())
+
+
+def test_a_decorator_without_a_role_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match=r'write @with_freezing\("policy"\)'):
+        with_freezing(lambda model: None)  # type: ignore[arg-type]

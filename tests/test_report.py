@@ -121,3 +121,10 @@ def test_metrics_have_the_roles_that_called() -> None:
     assert frozen_opt.metrics() == {}
     with pytest.raises(KeyError, match="nothing was frozen for role 'policy'"):
         frozen_opt.report("policy")
+
+
+def test_another_model_of_the_role_is_logged_as_well(logs: list[Any]) -> None:
+    models = [transformer(), transformer()]
+    for model in [*models, models[1]]:
+        frozen_opt.freeze_parameters(model, ["head.weight"], role="policy")
+    assert [record["message"].split(" (")[0] for record in logs] == ["policy: froze 1 parameter"] * 2
