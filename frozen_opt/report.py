@@ -250,14 +250,12 @@ def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
         "ties": {name: list(others) for name, others in new.ties.items()},
         **new.metrics(),
     }
-    logger.bind(**data).info(
-        "{}",
-        printable(
-        "{}",
-        f"{new.role}: froze {new.parameter_count} {'parameter' if new.parameter_count == 1 else 'parameters'} "
-        f"({new.element_count:,} elements, backend {new.backend}): {', '.join(names)}"
-        + "".join(f"; {tie}" for tie in tied),
+    parameters = "parameter" if new.parameter_count == 1 else "parameters"
+    text = (
+        f"{new.role}: froze {new.parameter_count} {parameters} ({new.element_count:,} elements, backend "
+        f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied)
     )
+    logger.bind(**data).info("{}", printable(text))
     for warning in warnings:
         logger.bind(role=new.role).warning("{}: {}", new.role, warning)
 
