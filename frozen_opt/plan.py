@@ -263,7 +263,7 @@ class _Local:
 def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
     selection = selector.select(module_list(model))
     walked, frozen = selection.walk, list(selection.frozen.values())
-    if lazy := [found.name for found in frozen if is_lazy(found.parameter)]:
+    if _LAZY in walked.classes and (lazy := [f.name for f in frozen if is_lazy(f.parameter)]):
         raise UnsupportedBackendError(
             f"{_about(selector)}: {listing(lazy)} has no shape yet: run a forward on a batch first, so that "
             "lazy modules know their sizes"
@@ -321,4 +321,5 @@ def _about(subject: Frozen | Selector) -> str:
     return f"role {subject.role!r}, patterns {list(subject.patterns)}"
 
 
+_LAZY = "torch.nn.modules.lazy.LazyModuleMixin"
 _NOTHING_LEFT = "nothing is left to train: freeze less, or leave this role's optimizer out"

@@ -105,13 +105,14 @@ def test_every_command_is_one_that_the_tests_know() -> None:
     assert len(commands("torchrun")) == 1
 
 
-def test_the_two_commands_name_the_tested_torch() -> None:
+def test_the_commands_for_a_fresh_machine_name_the_tested_torch() -> None:
     import torch
 
     commands = [block for block in blocks("") if block.startswith("pip install")]
     assert [re.findall(r"'\.\[(\w+)\]' && (.*)", command)[0] for command in commands] == [
         ("demo", "frozen-opt demo"),
         ("test", "pytest"),
+        ("bench", "python -m benchmarks"),
     ]
     version = torch.__version__.split("+")[0]
     assert all(f"torch=={version} " in command for command in commands)
