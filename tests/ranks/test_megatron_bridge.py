@@ -61,7 +61,9 @@ class _ForGPUs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def load(folder: Path) -> tuple[Any, Any]:
     """Megatron-Bridge's provider of a small Qwen3-MoE, and its mapping registry."""
-    cpu()  # Megatron-Core has looked for the real Transformer Engine by now, and found none
+    import tests.ranks.megatron_preload  # noqa: F401  # looks for the real Transformer Engine, and finds none
+
+    cpu()
     sys.path.append(str(folder))
     sys.meta_path.append(_ForGPUs())
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
