@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ _processes.set_forkserver_preload(
         "tests.ranks.megatron_preload",
     ]
 )
-# Now, and not while a test is in another folder, from where `tests` can't be imported.
-forkserver.ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
