@@ -44,7 +44,8 @@ def prove_excluded(
     """
     optimizers = require_optimizers(result)
     tensors = {id(tensor): tensor for _, held in optimizers for tensor in held}
-    current = {name: found.parameter for name, found in now.frozen.items()}
+    frozen = now.frozen
+    current = {name: found.parameter for name, found in frozen.items()}
     caught = [name for name in planned if id(planned[name]) in tensors or id(current.get(name)) in tensors]
     remedy = "Give it frozen_opt.trainable_parameters(model) in place of model.parameters()"
     put_back = "The requires_grad flags were put back"
@@ -60,7 +61,7 @@ def prove_excluded(
             f"do so before the freeze. {put_back}"
         )
     backend = choose_backend(now.walk)
-    if refusal := backend.refusal(now.walk, list(now.frozen.values())):
+    if refusal := backend.refusal(now.walk, list(frozen.values())):
         raise UnsupportedBackendError(f"{about}: {refusal}")
     if gone := [name for name in planned if name not in current]:
         raise UnsupportedBackendError(
