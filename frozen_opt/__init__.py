@@ -2,7 +2,7 @@
 
 from frozen_opt.backends import Backend, register_backend
 from frozen_opt.config import read_patterns
-from frozen_opt.decorator import freezing_hook, with_freezing
+from frozen_opt.decorator import with_freezing
 from frozen_opt.errors import (
     FreezeConfigError,
     FreezingError,
@@ -13,12 +13,14 @@ from frozen_opt.errors import (
     UnmatchedPatternError,
     UnsupportedBackendError,
 )
+from frozen_opt.hook import freezing_hook
 from frozen_opt.names import (
     named_parameters,
     register_wrapper,
     trainable_named_parameters,
     trainable_parameters,
 )
+from frozen_opt.patching import decorate
 from frozen_opt.plan import FreezePlan, freeze_parameters, plan_freezing
 from frozen_opt.report import FreezeReport, metrics, report, reset
 from frozen_opt.resume import migrate_optimizer_state
@@ -35,6 +37,7 @@ __all__ = [
     "ResumeMismatchError",
     "UnmatchedPatternError",
     "UnsupportedBackendError",
+    "decorate",
     "freeze_parameters",
     "freezing_hook",
     "metrics",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 from frozen_opt.errors import FreezeConfigError
@@ -12,8 +15,13 @@ from frozen_opt.patterns import check_patterns
 
 def has(node: object, key: str) -> bool:
     """Whether the node has the key, be its value None."""
-    # keys(), since OmegaConf's `in` denies a key whose mandatory value "???" was never given
-    return key in node.keys() if isinstance(node, Mapping) else hasattr(node, key)  # noqa: SIM118
+    if not isinstance(node, Mapping):
+        return hasattr(node, key)
+    try:
+        # keys(), since OmegaConf's `in` denies a key whose mandatory value "???" was never given
+        return key in node.keys()  # noqa: SIM118
+    except (KeyError, AttributeError):  # a mapping over attributes, such as verl's
+        return False
 
 
 def lookup(node: object, key: str) -> Any:
@@ -47,8 +55,7 @@ def read_patterns(config: object, role: str) -> list[str]:
     found = [place for place, node in nodes.items() if _is_node(node)]
     if found:
         node = nodes[found[0]]
-        if not has(node, _KEY):
-            _refuse_a_misplaced_list(role, found[0], {**nodes, "trainer": trainer})
+        _refuse_an_overlooked_list(role, found[0], {**nodes, "trainer": trainer, "the config": config})
         return check_patterns(lookup(node, _KEY), role)
     raise FreezeConfigError(
         f"no settings for role {role!r} in this {type(config).__name__}: looked for trainer.{role}, for "
@@ -65,16 +72,74 @@ def _is_node(node: object) -> bool:
     return node is not None and not isinstance(node, str | bytes | int | float | list | tuple)
 
 
-def _refuse_a_misplaced_list(role: str, here: str, nodes: Mapping[str, Any]) -> None:
-    """Raise if a node without a list has one under a mistyped key, or if one stands nearby."""
+def _refuse_an_overlooked_list(role: str, here: str, nodes: Mapping[str, Any]) -> None:
+    """Raise if the node has a list under a name that is not read, or if one stands a level off."""
     node = nodes[here]
-    keys = [str(key) for key in (node.keys() if isinstance(node, Mapping) else getattr(node, "__dict__", ()))]
-    if close := get_close_matches(_KEY, keys, n=1, cutoff=0.75):
-        raise FreezeConfigError(f"role {role!r}: {here} has {close[0]}, which is not read: call it {_KEY}")
-    nearby = {**nodes, f"{here}.optimizer_config": lookup(node, "optimizer_config")}
-    for place, other in nearby.items():
-        if other is not node and _is_node(other) and lookup(other, _KEY):
+    keys = _keys(node)
+    alike = [key for key in keys if key != _KEY and _looks_alike(key) and _is_given(_peek(node, key))]
+    mistyped = [] if _KEY in keys else get_close_matches(_KEY, keys, n=1, cutoff=0.75)
+    if wrong := [*alike, *mistyped]:
+        raise FreezeConfigError(
+            f"role {role!r}: {here} has {wrong[0]}, which is not read: call it {_KEY}, a list of patterns "
+            "(if it means something else, hand the patterns to with_freezing(..., patterns=...))"
+        )
+    if _is_given(_peek(node, _KEY)):
+        return
+    below = {f"{here}.{key}": _peek(node, key) for key in keys if key != _KEY}
+    for place, other in {**nodes, **below}.items():
+        if other is not node and _is_node(other) and _is_given(_peek(other, _KEY)):
             raise FreezeConfigError(
                 f"role {role!r}: {_KEY} stands in {place}, where it is not read, since {here} is there: "
                 f"move it to {here}.{_KEY}"
             )
+
+
+def _keys(node: object) -> list[str]:
+    """What a node has: the keys of a mapping, else its attributes, slots and those of its class included."""
+    if isinstance(node, Mapping):
+        return list(map(str, node.keys()))
+    code = (property, cached_property, classmethod, staticmethod, FunctionType)  # nothing of it is run
+    return [
+        name
+        for name in dir(node)
+        if not name.startswith("_") and not isinstance(getattr_static(node, name, None), code)
+    ]
+
+
+def _peek(node: object, key: str) -> Any:
+    """`lookup`, and None for what can't be read: a mandatory value of OmegaConf's that is none of ours."""
+    try:
+        return lookup(node, key)
+    except Exception:
+        return None
+
+
+def _looks_alike(key: str) -> bool:
+    """`freeze`, `freeze_modules`, `frozen_params`, …; not `freeze_vision_tower`, which is its owner's."""
+    first, *rest = key.lower().split("_")
+    if first == "trainable":
+        return bool(rest) and _WHAT.issuperset(rest)
+    return first in ("freeze", "frozen") and _WHAT.issuperset(rest)
+
+
+_WHAT = {
+    f"{noun}{plural}"
+    for noun in (
+        "param",
+        "parameter",
+        "module",
+        "layer",
+        "weight",
+        "name",
+        "pattern",
+        "glob",
+        "regex",
+        "list",
+    )
+    for plural in ("", "s")
+}
+
+
+def _is_given(value: object) -> bool:
+    """A value that says to freeze something: no flag, no number, nothing empty."""
+    return isinstance(value, str | Sequence | Mapping) and len(value) > 0

@@ -6,110 +6,90 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import WRAPPER_UPDATES, update_wrapper
 from typing import Any, TypeVar
 
-import wrapt
+from torch import nn
 
 from frozen_opt import ranks
-from frozen_opt.arguments import bind, find_model, find_patterns
-from frozen_opt.backends import find_optimizers
-from frozen_opt.exclusion import prove_apart
-from frozen_opt.plan import freeze_parameters, make_plan
-from frozen_opt.report import FreezeReport, record
+from frozen_opt.arguments import (
+    Arguments,
+    Default,
+    Patterns,
+    bind,
+    find_built,
+    find_model,
+    find_patterns,
+    find_role,
+)
+from frozen_opt.plan import make_plan
 from frozen_opt.selection import NameMap
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
-Model = TypeVar("Model")
 
 
 def with_freezing(
-    role: str,
+    role: str | Callable[[Arguments], str],
     *,
-    patterns: Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str] | None] | None = None,
+    patterns: Patterns = Default.FROM_CONFIG,
     config: str | None = None,
-    model: str | Callable[[Mapping[str, Any]], Any] | None = None,
+    model: str | Callable[[Arguments], Any] | None = None,
     name_map: NameMap = None,
     group: ranks.Group = None,
 ) -> Callable[[Factory], Factory]:
     """Decorate an optimizer factory: it gets the model with the role's parameters frozen already.
 
-    Works on functions, methods, class methods, static methods and coroutines; signature, name, docstring,
-    binding and pickling stay. If anything fails, the model's requires_grad flags are put back.
+    Works on functions, methods (constructors as well), class methods, static methods, coroutines, partials
+    and objects with `__call__`. What comes back is a plain function with the factory's signature, name and
+    docstring, which pickles by name and by value, and so gets into Ray actors. If anything fails, the
+    model's requires_grad flags are put back.
 
         @with_freezing("policy")
         def build_optimizer(model, config): ...
 
     Args:
-        role: `policy`, `critic`, or any other name; names the config's node, the metrics and the errors.
-        patterns: The list itself, or a callable that gets the call's bound arguments and returns it. By
-            default the config says: `trainer.<role>.freeze_parameters`.
+        role: `policy`, `critic`, or any other name; names the config's node, the metrics and the errors. For
+            one class that serves several roles, a dotted path such as `self.role`, or a callable of the
+            call's bound arguments.
+        patterns: The list itself (None is an empty one), or a callable that gets the call's bound arguments
+            and returns it. By default the config says: `trainer.<role>.freeze_parameters`.
         config: The argument that holds the config, or a dotted path such as `self.cfg`. By default
             `config`, `cfg`, `self.cfg`, `self.config`, the first that is there.
         model: The argument that holds the model (a module, or a list of chunks), or a callable of the
-            bound arguments. By default `model`, `module`, `models`, `model_chunks`, then the only
-            argument that is one.
+            bound arguments. By default `model`, `module`, `models`, `model_chunks`, then the only argument
+            that is one, or that has one in a tuple, then `self.model`, `self.module`, `self.models`.
         name_map: More names for the parameters; see `plan_freezing`.
-        group: The ranks that agree; all by default. Where one rank's list is not empty, no rank's may be:
-            an empty list takes part in nothing.
+        group: The ranks that agree; all by default. Each of them must call, with the same list.
 
     Raises:
         FreezingError: On the call, as one of its subclasses; see `plan_freezing`, and:
         FrozenParameterInOptimizerError: The optimizer holds a frozen parameter.
-        UnsupportedBackendError: There is no optimizer in what the factory returned, or it can't be checked.
+        UnsupportedBackendError: There is no optimizer in what the factory returned nor in `self.optimizer`,
+            or it can't be checked.
     """
-    if not isinstance(role, str):
+    if not isinstance(role, str) and (not callable(role) or isinstance(role, type | nn.Module)):
         raise TypeError('with_freezing takes a role: write @with_freezing("policy")')
+    freezing = _Freezing(role, patterns, config, model, name_map, group)
 
-    @contextmanager
-    def freezing(factory: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[_Call]:
-        arguments = bind(factory, instance, args, kwargs)
-        plan = make_plan(
-            lambda: find_model(arguments, model),
-            lambda: find_patterns(arguments, role, patterns, config),
-            role=role,
-            name_map=name_map,
-            group=group,
-        )
-        call = _Call()
-        if not plan.patterns:
-            yield call
-            _leave_alone(role, call.result, group)
-            return
-        with plan.frozen():
-            yield call
-            proof = plan.prove(call.result)
-        plan.record(proof)
+    def decorate(*factories: Factory) -> Factory:
+        if len(factories) != 1 or isinstance(factories[0], nn.Module):
+            raise TypeError('with_freezing takes a role: write @with_freezing("policy")')
+        decorated: Factory = _decorated(factories[0], freezing)
+        return decorated
 
-    async def call_later(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        with freezing(factory, instance, args, kwargs) as call:
-            call.result = await factory(*args, **kwargs)
-        return call.result
-
-    def call_now(factory: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if inspect.iscoroutinefunction(factory):
-            return call_later(factory, instance, args, kwargs)
-        with freezing(factory, instance, args, kwargs) as call:
-            call.result = factory(*args, **kwargs)
-        return call.result
-
-    return lambda factory: _Decorated(factory, call_now)  # type: ignore[return-value]
+    return decorate
 
 
-def freezing_hook(
-    role: str, patterns: Sequence[str], *, name_map: NameMap = None, group: ranks.Group = None
-) -> Callable[[Model], Model]:
-    """A pre-wrap hook that freezes: gets the model, or a list of chunks, and returns the same.
+@dataclass(frozen=True)
+class _Freezing:
+    """What a decorator was told: the arguments of `with_freezing`."""
 
-    For frameworks that build and wrap a model in one go: `provider.register_pre_wrap_hook(...)` of
-    Megatron-Bridge. A factory that is decorated with the same role and list then proves the freeze.
-    Arguments and errors are those of `plan_freezing`.
-    """
-
-    def hook(model: Model) -> Model:
-        freeze_parameters(model, patterns, role=role, name_map=name_map, group=group)  # type: ignore[arg-type]
-        return model
-
-    return hook
+    role: str | Callable[[Arguments], str]
+    patterns: Patterns
+    config: str | None
+    model: str | Callable[[Arguments], Any] | None
+    name_map: NameMap
+    group: ranks.Group
 
 
 @dataclass
@@ -117,28 +97,63 @@ class _Call:
     result: Any = None
 
 
-def _leave_alone(role: str, result: object, group: ranks.Group) -> None:
-    """Remember an optimizer whose role freezes nothing: it may still not hold what was frozen before."""
+def _decorated(factory: Any, freezing: _Freezing) -> Any:
+    if isinstance(factory, staticmethod | classmethod):
+        return type(factory)(_decorated(factory.__func__, freezing))
+    if isinstance(factory, type) or not callable(factory):
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise TypeError(
+            f"with_freezing can't decorate {name}, which is a "
+            f"{'class' if isinstance(factory, type) else 'value'} and no factory: decorate the function or "
+            "method that builds the optimizer, the class's own __init__, or "
+            f"lambda model: {name}(trainable_parameters(model), ...)"
+        )
+
+    # Plain functions, since wrapt's proxies pass for what they wrap: picklers by value drop them.
+    def call_now(*args: Any, **kwargs: Any) -> Any:
+        with _around(factory, freezing, args, kwargs) as call:
+            call.result = factory(*args, **kwargs)
+        return call.result
+
+    async def call_later(*args: Any, **kwargs: Any) -> Any:
+        with _around(factory, freezing, args, kwargs) as call:
+            call.result = await factory(*args, **kwargs)
+        return call.result
+
+    decorated = call_later if inspect.iscoroutinefunction(factory) else call_now
+    # The attributes of an object that is called are its own.
+    return update_wrapper(decorated, factory, updated=WRAPPER_UPDATES if inspect.isroutine(factory) else ())
+
+
+@contextmanager
+def _around(
+    factory: Callable[..., Any], freezing: _Freezing, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[_Call]:
+    """The steps of a decorated call; the factory runs in the body."""
+    arguments = bind(factory, args, kwargs)
+    role = find_role(arguments, freezing.role)
+    plan = make_plan(
+        lambda: find_model(arguments, freezing.model),
+        lambda: find_patterns(arguments, role, freezing.patterns, freezing.config),
+        role=role,
+        name_map=freezing.name_map,
+        group=freezing.group,
+    )
+    call = _Call()
+    if plan.idle:
+        yield call
+        plan.leave_alone(_built_or_none(factory, arguments, call.result))
+        return
+    with plan.frozen():
+        yield call
+        optimizers = find_built(factory, arguments, call.result)
+        untied = plan.prove(optimizers)
+    plan.record(optimizers, untied, built=bool(optimizers))
+
+
+def _built_or_none(factory: Callable[..., Any], arguments: Arguments, result: object) -> Any:
+    """What was built, where nothing is to be frozen: what can't be seen into is no fault then."""
     try:
-        optimizers = find_optimizers(result)
+        return find_built(factory, arguments, result)
     except Exception:
-        optimizers = []  # what can't be seen into is no fault where nothing is to be frozen
-    prove_apart(role, {id(parameter) for _, held in optimizers for parameter in held})
-    record(FreezeReport(role), optimizers=[optimizer for optimizer, _ in optimizers], group=group)
-
-
-class _DecoratedMethod(wrapt.BoundFunctionWrapper[Any, Any]):
-    """A decorated function as an attribute of a class or an instance."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        owner = self._self_instance if self._self_binding != "staticmethod" else None
-        return getattr, (self._self_owner if owner is None else owner, self.__name__)
-
-
-class _Decorated(wrapt.FunctionWrapper[Any, Any]):
-    """wrapt's wrapper, which can be pickled: by name, as functions are."""
-
-    __bound_function_wrapper__ = _DecoratedMethod
-
-    def __reduce_ex__(self, protocol: Any) -> str:
-        return str(self.__qualname__)
+        return []

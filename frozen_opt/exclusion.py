@@ -4,66 +4,62 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from frozen_opt.backends import choose_backend, find_optimizers, require_optimizers
+from frozen_opt.backends import choose_backend, find_optimizers
 from frozen_opt.errors import FrozenParameterInOptimizerError, UnsupportedBackendError, listing
+from frozen_opt.places import Place
 from frozen_opt.report import frozen_so_far, optimizers_elsewhere
 from frozen_opt.selection import Selection
 
-
-class Proof(NamedTuple):
-    """What there was to see once a factory had run."""
-
-    optimizers: list[Any]
-    frozen: Mapping[str, nn.Parameter]
-    """By name. Not those that were planned if the factory has sharded the model."""
-    backend: str
+Optimizers = Sequence[tuple[Any, Sequence[torch.Tensor]]]
+"""Optimizers, each with the model's parameters that it steps."""
 
 
 def prove_excluded(
-    role: str, about: str, planned: Mapping[str, nn.Parameter | None], now: Selection, result: object
-) -> Proof:
-    """Prove that no optimizer in `result`, what a factory returned, holds a frozen parameter.
+    role: str, about: str, planned: Mapping[str, Place], now: Selection, optimizers: Optimizers
+) -> dict[str, nn.Parameter]:
+    """Prove that no optimizer that a factory built holds a frozen parameter.
 
     Args:
-        role: Whose optimizer it is.
+        role: Whose optimizers they are.
         about: What error texts begin with.
-        planned: The parameters that were frozen before the factory ran, by name; None for one that is gone.
+        planned: Where the parameters stand that were frozen before the factory ran, by each of their names.
         now: What the patterns select by now: the factory may have put other tensors under these names, when
             it shards the model, say.
-        result: What the factory returned.
+        optimizers: What it built; none where it builds none.
+
+    Returns:
+        What is frozen now, by name, tied parameters under each of their names.
 
     Raises:
         FrozenParameterInOptimizerError: One does, or a name holds a trainable tensor again.
-        UnsupportedBackendError: There is no optimizer that can be checked, or the factory has made of the
-            model what its backend can't honour.
+        UnsupportedBackendError: The optimizers can't be checked, or the factory has made of the model what
+            its backend can't honour.
     """
-    optimizers = require_optimizers(result)
     tensors = {id(tensor): tensor for _, held in optimizers for tensor in held}
-    frozen = now.frozen
-    current = {name: found.parameter for name, found in frozen.items()}
-    caught = [name for name in planned if id(planned[name]) in tensors or id(current.get(name)) in tensors]
+    frozen = _frozen_now(planned, now)
     remedy = "Give it frozen_opt.trainable_parameters(model) in place of model.parameters()"
     put_back = "The requires_grad flags were put back"
-    if caught:
+    names = {id(parameter): name for name, parameter in reversed(frozen.items())}  # the first of each
+    if caught := [name for key, name in reversed(names.items()) if key in tensors]:
         raise FrozenParameterInOptimizerError(
             f"{about}: the optimizer holds {len(caught)} frozen parameters: {listing(caught)}. {remedy}. "
             f"{put_back}"
         )
-    if undone := [name for name, parameter in current.items() if parameter.requires_grad]:
+    if undone := [name for name in reversed(names.values()) if frozen[name].requires_grad]:
         raise FrozenParameterInOptimizerError(
             f"{about}: while the optimizer was built, {listing(undone)} became trainable again, or came up "
             "as a new parameter that the patterns match (a loading or sharding step, or an adapter). Let it "
             f"do so before the freeze. {put_back}"
         )
     backend = choose_backend(now.walk)
-    if refusal := backend.refusal(now.walk, list(frozen.values())):
+    if refusal := backend.refusal(now.walk, list(now.frozen.values())):
         raise UnsupportedBackendError(f"{about}: {refusal}")
-    if gone := [name for name in planned if name not in current]:
+    if gone := [name for name in planned if name not in frozen]:
         raise UnsupportedBackendError(
             f"{about}: while the optimizer was built, {listing(gone)} went from the model, so that nothing "
             "can be proved about them. Let what replaces modules do so before the freeze"
@@ -74,19 +70,27 @@ def prove_excluded(
             f"{about}: the optimizer holds none of the model's parameters (copies, perhaps), so nothing can "
             "be proved about it. Teach frozen_opt this optimizer with register_backend"
         )
-    if shared := _sharing_memory(current, tensors.values()):
+    if shared := _sharing_memory(frozen, tensors.values()):
         raise FrozenParameterInOptimizerError(
             f"{about}: the optimizer holds tensors in the memory of {listing(shared)}, and would move them. "
             "Tie parameters by assigning the parameter itself, so that frozen_opt sees the tie, or freeze "
             f"both. {put_back}"
         )
-    if copied := _copied(current, [tensor for key, tensor in tensors.items() if key not in own]):
+    if copied := _copied(frozen, [tensor for key, tensor in tensors.items() if key not in own]):
         raise FrozenParameterInOptimizerError(
             f"{about}: the optimizer holds copies of {listing(copied)} (master weights, perhaps), which it "
             f"would move. {remedy}, or build the copies of these alone. {put_back}"
         )
     prove_apart(role, set(tensors))
-    return Proof([optimizer for optimizer, _ in optimizers], current, backend.name)
+    return frozen
+
+
+def _frozen_now(planned: Mapping[str, Place], now: Selection) -> dict[str, nn.Parameter]:
+    """What stands where something was frozen, and what the patterns select by now."""
+    own = set(map(id, now.walk.parameters))
+    standing = {name: place() for name, place in planned.items()}
+    frozen = {name: it for name, it in standing.items() if it is not None and id(it) in own}
+    return frozen | {name: found.parameter for name, found in now.frozen.items()}
 
 
 def prove_apart(role: str, held: set[int]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from frozen_opt.errors import UnsupportedBackendError
+from frozen_opt.places import Place
 
 Renumbering: TypeAlias = Mapping[int, Mapping[str, str]]
 """id of a module -> for its children and parameters, local component -> global component."""
@@ -33,6 +34,11 @@ _WRAPPERS: dict[str, str] = {
     "megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
     "megatron.core.transformer.module.Float16Module": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+    "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
+    "peft.utils.other.AuxiliaryTrainingWrapper": "original_module",
+    "peft.utils.other.ModulesToSaveWrapper": "original_module",
     "skyrl_train.model_wrapper.HFModelWrapper": "model",
     "skyrl.backends.skyrl_train.workers.model_wrapper.HFModelWrapper": "model",
 }
@@ -84,8 +90,14 @@ class Found(NamedTuple):
     parameter: nn.Parameter
     owner: nn.Module
     verdict: Any
-    ties: Sequence[str] = ()
-    """Its other names, where they have been looked for."""
+    ties: Sequence[Found] = ()
+    """The same parameter under its other names, where they have been looked for."""
+    mapped: Sequence[str] = ()
+    """The names of a name map by which the patterns matched."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.owner, self.attribute)
 
 
 @dataclass
@@ -151,12 +163,11 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
             verdicts = state.verdicts
             for name, parameter in module._parameters.items():
                 if parameter is not None:  # a Linear without bias holds None under that name
-                    if local is not None:
-                        name = local.get(name, name)
+                    shown = name if local is None else local.get(name, name)
                     parameters.append(parameter)
-                    verdict = verdicts[name]
+                    verdict = verdicts[shown]
                     if verdict is not None:
-                        found.append(Found(prefix + name, name, parameter, module, verdict))
+                        found.append(Found(prefix + shown, name, parameter, module, verdict))
         if module._modules:
             ancestors.add(id(module))
             for name, child in module._modules.items():
@@ -177,6 +188,16 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
         # It holds itself, and would hold the model until the garbage collector comes.
         visit = None  # type: ignore[assignment]
     return result
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The bare model inside the execution wrappers around it."""
+    while (special := _special(type(module), set())) and special[0] is not None:
+        inside = module._modules.get(special[0])
+        if inside is None:
+            break
+        module = inside
+    return module
 
 
 def named_parameters(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import glob
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from frozen_opt import ranks
+from frozen_opt.adapters import adapter_warnings
+from frozen_opt.agreement import Agreement
 from frozen_opt.backends import Backend, choose_backend
 from frozen_opt.errors import (
     FreezeConfigError,
@@ -22,11 +23,23 @@ from frozen_opt.errors import (
     UnsupportedBackendError,
     listing,
 )
-from frozen_opt.exclusion import Proof, prove_excluded, prove_free
-from frozen_opt.names import module_list, walk
+from frozen_opt.exclusion import Optimizers, prove_apart, prove_excluded, prove_free
+from frozen_opt.log import log
+from frozen_opt.names import Found, module_list, unwrapped
 from frozen_opt.order import in_model_order
 from frozen_opt.patterns import check_patterns
-from frozen_opt.report import FreezeReport, Frozen, record
+from frozen_opt.places import Place
+from frozen_opt.report import (
+    FreezeReport,
+    Frozen,
+    Kept,
+    first_flags,
+    frozen_before,
+    frozen_elsewhere,
+    has_frozen,
+    record,
+    record_none,
+)
 from frozen_opt.selection import NameMap, Selection, Selector, closest_names
 
 
@@ -34,107 +47,156 @@ from frozen_opt.selection import NameMap, Selection, Selector, closest_names
 class FreezePlan(Frozen):
     """What would be frozen. Making one changes nothing; `apply()` freezes."""
 
-    # This rank's share of it. Weak, or a factory that shards the model would need the memory of both.
+    # This rank's share of it, by the place of each parameter: a factory may shard the model.
     _chunks: Sequence[nn.Module] = field(default=(), repr=False)
-    _planned: Sequence[_Planned] = field(default=(), repr=False)
+    _frozen: Mapping[Place, Kept] = field(default_factory=dict, repr=False)
+    _released: Mapping[Place, Kept] = field(default_factory=dict, repr=False)
+    _thawing: Mapping[Place, Kept] = field(default_factory=dict, repr=False)
+    _tied_elements: Mapping[str, int] = field(default_factory=dict, repr=False)
     _selector: Selector | None = field(default=None, repr=False)
+    _agreement: Agreement | None = field(default=None, repr=False)
     _warnings: Sequence[str] = field(default=(), repr=False)
+    _doubt: str = field(default="", repr=False)
     _group: ranks.Group = field(default=None, repr=False)
+
+    @property
+    def idle(self) -> bool:
+        """The list is empty, and the role has frozen nothing of this model before: all stays as it is."""
+        return self._agreement is None
 
     def apply(self) -> FreezeReport:
         """Freeze, record and log. Build the optimizer afterwards, from `trainable_parameters(model)`.
 
         Raises:
-            FreezeConfigError: The model has other parameters under these names by now.
+            FreezeConfigError: The model's modules are no longer those that this was planned for.
         """
-        return self.record(Proof([], self._freeze(), self.backend))
+        if self.idle:
+            return self.leave_alone([])
+        self._change()
+        return self.record([])
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Freeze for good, unless the body raises on some rank: then every rank puts its flags back."""
-        flags = {name: parameter.requires_grad for name, parameter in self._current().items()}
-        self._freeze()
-        error: BaseException | None = None
+        assert self._agreement is not None
+        flags: dict[Place, bool] = {}
         try:
-            try:
+            with self._agreement.telling():
+                flags |= self._flags()
+                self._change()
                 yield
-            except (KeyboardInterrupt, GeneratorExit):
-                raise  # no rank may be left to agree with
-            except BaseException as raised:
-                error = raised
-            ranks.check_together(error, self.role, self.patterns, self._group)
         except BaseException:
-            self._put_back(flags)
+            for place, flag in flags.items():
+                _set_flag(place, flag)
             raise
-        finally:
-            error = None  # its traceback holds this frame, and so the model
 
-    def prove(self, result: object) -> Proof:
-        """Prove that no optimizer in what a factory returned holds a frozen parameter; see `exclusion`."""
+    def prove(self, optimizers: Optimizers) -> dict[str, str]:
+        """Prove that no optimizer holds a frozen parameter, on any rank; see `exclusion`.
+
+        Returns:
+            Ties that the factory broke, on all ranks together: name of a frozen parameter -> the one that it
+            was tied to, both of them frozen.
+        """
         assert self._selector is not None
-        planned = {name: reference() for name, _, reference in self._planned}
-        return prove_excluded(self.role, _about(self), planned, self._selector.select(self._chunks), result)
+        assert self._agreement is not None
+        planned = {kept.name: place for place, kept in self._frozen.items()}
+        untied: dict[str, str] = {}
+        if self.patterns:
+            now = self._selector.select(self._chunks)
+            frozen = prove_excluded(self.role, _about(self), planned, now, optimizers)
+            untied = {
+                other: name
+                for name, others in self.ties.items()
+                for other in others
+                if name in frozen and other in frozen and frozen[other] is not frozen[name]
+            }
+        else:
+            prove_apart(self.role, {id(tensor) for _, held in optimizers for tensor in held})
+        broken: dict[str, str] = {}
+        for found in self._agreement.share(untied, self.patterns):
+            broken |= found
+        return broken
 
-    def record(self, proof: Proof) -> FreezeReport:
-        """Remember and log what is frozen now."""
-        optimizers, frozen, backend = proof
-        for parameter in frozen.values():
-            parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
-        report = FreezeReport(
-            self.role,
-            self.patterns,
-            backend,
-            self.names,
-            self.matches,
-            self.element_count,
-            self.ties,
-            _held=dict.fromkeys(frozen),
-        )
-        record(
+    def record(
+        self, optimizers: Optimizers, untied: Mapping[str, str] | None = None, *, built: bool = True
+    ) -> FreezeReport:
+        """Remember and log what is frozen now.
+
+        Args:
+            optimizers: What the factory built.
+            untied: Ties that it broke: see `prove`.
+            built: Whether it builds an optimizer at all.
+        """
+        for place in self._frozen:
+            if (parameter := place()) is not None:
+                parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
+        report = self._report(untied or {}, built)
+        news = record(
             report,
-            frozen=frozen.items(),
-            optimizers=optimizers,
-            warnings=self._warnings,
-            group=self._group,
+            frozen=self._frozen,
+            released=self._released,
+            models=[unwrapped(chunk) for chunk in self._chunks],
+            optimizers=[optimizer for optimizer, _ in optimizers],
+            doubt=self._doubt,
         )
+        if news:
+            log(report, self._warnings, self._group)
         return report
 
-    def _current(self) -> dict[str, nn.Parameter]:
-        """The planned parameters, if each still stands where it was found."""
-        current, gone = {}, []
-        for name, owner, reference in self._planned:
-            parameter = reference()
-            if parameter is None or id(parameter) not in map(id, owner._parameters.values()):
-                gone.append(name)
+    def leave_alone(self, optimizers: Optimizers) -> FreezeReport:
+        """Record that nothing is frozen, and check that the optimizer holds nothing frozen before."""
+        prove_apart(self.role, {id(tensor) for _, held in optimizers for tensor in held})
+        record_none(self.role, [optimizer for optimizer, _ in optimizers])
+        report = FreezeReport(self.role)
+        log(report, (), self._group)
+        return report
+
+    def _report(self, untied: Mapping[str, str], built: bool) -> FreezeReport:
+        values = {each.name: getattr(self, each.name) for each in fields(Frozen)}
+        apart: dict[str, list[str]] = {}
+        for name, other in untied.items():
+            apart.setdefault(other, []).append(name)
+        return FreezeReport(
+            **values
+            | {
+                "names": tuple(each for name in self.names for each in (name, *apart.get(name, ()))),
+                "element_count": self.element_count
+                + sum(map(self._tied_elements.__getitem__, untied.values())),
+                "ties": {
+                    name: rest
+                    for name, others in self.ties.items()
+                    if (rest := tuple(other for other in others if other not in untied))
+                },
+            },
+            untied=dict(untied),
+            has_optimizer=built,
+            _seen={kept.name: None for kept in self._frozen.values()},
+        )
+
+    def _flags(self) -> dict[Place, bool]:
+        """The flags of what is to be changed, if all of it still stands where it was found."""
+        flags, gone = {}, []
+        for place, kept in {**self._frozen, **self._thawing}.items():
+            if (parameter := place()) is None:
+                gone.append(kept.name)
             else:
-                current[name] = parameter
+                flags[place] = parameter.requires_grad
         if gone:
             raise FreezeConfigError(
-                f"{_about(self)}: since this was planned, other parameters have come in the place of "
-                f"{listing(gone)} (the model was sharded, loaded or moved): plan again"
+                f"{_about(self)}: since this was planned, the modules of {listing(gone)} were replaced: plan "
+                "again"
             )
-        return current
+        return flags
 
-    def _freeze(self) -> dict[str, nn.Parameter]:
-        current = self._current()
-        for parameter in current.values():
-            parameter.requires_grad_(False)
-        return current
-
-    def _put_back(self, flags: Mapping[str, bool]) -> None:
-        current = {found.name: found.parameter for found in walk(self._chunks).found}
-        for name, _, reference in self._planned:
-            for parameter in (reference(), current.get(name)):  # the factory may have registered another
-                if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
-                    parameter.requires_grad_(flags[name])
+    def _change(self) -> None:
+        for place in self._flags():
+            _set_flag(place, place not in self._frozen)
 
 
-class _Planned(NamedTuple):
-    """A parameter of this rank that is to be frozen."""
-
-    name: str
-    owner: nn.Module
-    reference: weakref.ref[nn.Parameter]
+def _set_flag(place: Place, flag: bool) -> None:
+    parameter = place()
+    if parameter is not None and (parameter.is_floating_point() or parameter.is_complex() or not flag):
+        parameter.requires_grad_(flag)
 
 
 def plan_freezing(
@@ -153,8 +215,8 @@ def plan_freezing(
             takes away what those before it selected.
         role: `policy`, `critic`, or any other name.
         name_map: More names for each canonical one: a callable that returns a name, several names, a
-            mapping whose values are the parts of a fused tensor, or None; or an object with
-            `megatron_to_hf_lookup(name)`, such as Megatron-Bridge's mapping registry.
+            mapping whose values are the parts of a fused tensor, or None; or Megatron-Bridge's AutoBridge or
+            mapping registry.
         group: The ranks that agree; all by default. Each of them must call.
 
     Raises:
@@ -189,52 +251,40 @@ def make_plan(
     role: str,
     name_map: NameMap = None,
     group: ranks.Group = None,
+    more_to_come: bool = False,
 ) -> FreezePlan:
     """`plan_freezing` for a model and patterns that are yet to be found, on all ranks or on none.
 
-    Without patterns nothing is looked for, and no other rank is asked.
+    Without patterns, and with nothing of the model frozen before, no other rank is asked.
+
+    Args:
+        find_model: Gives the model, or its chunks.
+        find_patterns: Gives the list.
+        role: As in `plan_freezing`.
+        name_map: As in `plan_freezing`.
+        group: As in `plan_freezing`.
+        more_to_come: The model may have more chunks than these, in which what matches nothing here matches.
     """
-    patterns: tuple[str, ...] = ()
-    local: _Local | None = None
-    error: Exception | None = None
-    try:
+    agreement = Agreement(role, group)
+    with agreement.telling():
         patterns = tuple(check_patterns(find_patterns(), role))
-        if not patterns:
-            return FreezePlan(role)
-        local = _look(find_model(), Selector(role, patterns, name_map), group)
-    except Exception as raised:
-        error = raised
-    try:
-        ranks.check_together(error, role, patterns, group)
-    finally:
-        error = None  # its traceback holds this frame, and so the model
-    assert local is not None
-    findings, trainable = ranks.exchange([local.rows, local.warnings], local.trainable, group)
-    rows = in_model_order(_by_name(findings, role), len(findings))
-    frozen = [row for row in rows if row.selected]
-    credits = Counter(index for row in rows for index in row.credited)
-    plan = FreezePlan(
-        role=role,
-        patterns=patterns,
-        backend=local.backend.name,
-        names=tuple(row.name for row in frozen),
-        matches={pattern: credits[index] for index, pattern in enumerate(patterns)},
-        element_count=sum(row.elements for row in frozen),
-        ties={row.name: tuple(row.ties) for row in frozen if row.ties},
-        _chunks=local.selection.walk.chunks,
-        _planned=[
-            _Planned(name, found.owner, weakref.ref(found.parameter))
-            for name, found in local.selection.frozen.items()
-        ],
-        _selector=local.selector,
-        _warnings=list(dict.fromkeys(text for _, warnings in findings for text in warnings)),
-        _group=group,
-    )
-    if idle := [pattern for index, pattern in enumerate(patterns) if not credits[index]]:
-        raise _unmatched(plan, idle, local)
-    if not trainable:
+        model: Any = None
+        before: Mapping[Place, Kept] | None = None
+        if patterns or has_frozen(role):
+            model = find_model()
+            before = frozen_before(role, model)
+        if not patterns and before is None:
+            agreement.pass_by()
+            return FreezePlan(role, _group=group)
+        local = _look(model, Selector(role, patterns, name_map), before or {}, group, more_to_come)
+    findings = agreement.share([local.rows, local.thawed, local.warnings, local.trainable], patterns)
+    plan, idle = _merge(local, findings, agreement, group)
+    doubt = _unmatched(plan, idle, local, agreement) if idle else ""
+    if doubt and not more_to_come:
+        raise UnmatchedPatternError(doubt)
+    if not more_to_come and not any(trainable for *_, trainable in findings):
         raise NothingTrainableError(f"{_about(plan)}: {_NOTHING_LEFT}")
-    return plan
+    return replace(plan, _doubt=doubt)
 
 
 class _Row(NamedTuple):
@@ -245,6 +295,7 @@ class _Row(NamedTuple):
     elements: int
     credited: Sequence[int]
     ties: Sequence[str]
+    mapped: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -254,40 +305,127 @@ class _Local:
     selector: Selector
     selection: Selection
     backend: Backend
-    rows: Sequence[tuple[Any, ...]]
-    """Each the fields of a `_Row`."""
+    frozen: Mapping[Place, Kept]
+    released: Mapping[Place, Kept]
+    thawing: Mapping[Place, Kept]
+    rows: Sequence[_Row]
+    thawed: Sequence[str]
     warnings: Sequence[str]
     trainable: bool
 
 
-def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
+def _look(
+    model: object,
+    selector: Selector,
+    before: Mapping[Place, Kept],
+    group: ranks.Group,
+    more_to_come: bool,
+) -> _Local:
     selection = selector.select(module_list(model))
-    walked, frozen = selection.walk, list(selection.frozen.values())
-    if _LAZY in walked.classes and (lazy := [f.name for f in frozen if is_lazy(f.parameter)]):
+    walked, chosen = selection.walk, list(selection.frozen.values())
+    if _LAZY in walked.classes and (lazy := [f.name for f in chosen if is_lazy(f.parameter)]):
         raise UnsupportedBackendError(
             f"{_about(selector)}: {listing(lazy)} has no shape yet: run a forward on a batch first, so that "
             "lazy modules know their sizes"
         )
     backend = choose_backend(walked)
-    if refusal := backend.refusal(walked, frozen):
+    if refusal := backend.refusal(walked, chosen):
         raise UnsupportedBackendError(f"{_about(selector)}: {refusal}")
-    ids = {id(found.parameter): found.name for found in frozen}
+    ids = {id(found.parameter): found.name for found in chosen}
     prove_free(selector.role, _about(selector), ids)
-    trainable = any(parameter.requires_grad and id(parameter) not in ids for parameter in walked.parameters)
-    if not trainable and not backend.idle_ranks:
+    flags = first_flags()
+    frozen = {
+        each.place: Kept(each.name, flags.get(id(each.parameter), each.parameter.requires_grad))
+        for found in chosen
+        for each in (found, *found.ties)
+    }
+    released = {place: kept for place, kept in before.items() if id(place()) not in ids}
+    elsewhere = frozen_elsewhere(selector.role) if released else set()
+    thawing = {place: kept for place, kept in released.items() if kept.flag and id(place()) not in elsewhere}
+    thawed = _found_at(thawing)
+    if refusal := backend.thaw_refusal(walked, thawed) if thawed else None:
+        raise UnsupportedBackendError(f"{_about(selector)}: {refusal}")
+    trainable = bool(thawed) or any(
+        parameter.requires_grad and id(parameter) not in ids for parameter in walked.parameters
+    )
+    if not (trainable or backend.idle_ranks or more_to_come):
         raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
     counts = backend.element_counts(walked, [found.parameter for found in selection.matches])
     rows = [
-        (found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
+        _Row(
+            found.name,
+            found.verdict.selected,
+            count,
+            found.verdict.credited,
+            [tie.name for tie in found.ties],
+            found.mapped,
+        )
         for found, count in zip(selection.matches, counts, strict=True)
     ]
-    return _Local(selector, selection, backend, rows, backend.warnings(walked, frozen), trainable)
+    return _Local(
+        selector=selector,
+        selection=selection,
+        backend=backend,
+        frozen=frozen,
+        released=released,
+        thawing=thawing,
+        rows=rows,
+        thawed=[found.name for found in thawed],
+        warnings=[*backend.warnings(walked, chosen), *adapter_warnings(walked, chosen)],
+        trainable=trainable,
+    )
+
+
+def _found_at(places: Mapping[Place, Kept]) -> list[Found]:
+    """Each parameter that stands at these places, once."""
+    first: dict[int, Found] = {}
+    for place, kept in places.items():
+        parameter, module = place(), place.module
+        if parameter is not None and module is not None:
+            first.setdefault(id(parameter), Found(kept.name, place.attribute, parameter, module, None))
+    return list(first.values())
+
+
+def _merge(
+    local: _Local, findings: Sequence[Any], agreement: Agreement, group: ranks.Group
+) -> tuple[FreezePlan, list[str]]:
+    """The plan of all ranks together, and the patterns that match nothing on any of them."""
+    selector = local.selector
+    rows = in_model_order(_by_name(findings, selector.role), len(findings))
+    frozen = [row for row in rows if row.selected]
+    credits = Counter(index for row in rows for index in row.credited)
+    idle = [pattern for index, pattern in enumerate(selector.patterns) if not credits[index]]
+    plan = FreezePlan(
+        role=selector.role,
+        patterns=tuple(selector.patterns),
+        backend=local.backend.name,
+        names=tuple(row.name for row in frozen),
+        matches={pattern: credits[index] for index, pattern in enumerate(selector.patterns)},
+        element_count=sum(row.elements for row in frozen),
+        ties={row.name: tuple(row.ties) for row in frozen if row.ties},
+        mapped={row.name: tuple(row.mapped) for row in frozen if row.mapped},
+        thawed=tuple(_distinct(name for _, thawed, *_ in findings for name in thawed)),
+        _chunks=local.selection.walk.chunks,
+        _frozen=local.frozen,
+        _released=local.released,
+        _thawing=local.thawing,
+        _tied_elements={row.name: row.elements for row in frozen if row.ties},
+        _selector=selector,
+        _agreement=agreement,
+        _warnings=_distinct(text for _, _, warnings, _ in findings for text in warnings),
+        _group=group,
+    )
+    return plan, idle
+
+
+def _distinct(items: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(items))
 
 
 def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
     rows: dict[str, _Row] = {}
-    for found, _ in findings:
-        for row in (_Row(*fields) for fields in found):
+    for found, *_ in findings:
+        for row in (_Row(*row) for row in found):
             known = rows.setdefault(row.name, row)
             if known.elements != row.elements:
                 raise FreezeConfigError(
@@ -297,24 +435,22 @@ def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
     return rows
 
 
-def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local) -> UnmatchedPatternError:
+def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local, agreement: Agreement) -> str:
+    """What to say of patterns that match nothing on any rank; asks each for its closest names."""
     names = local.selector.names(local.selection.walk.chunks)
+    scores = {pattern: closest_names(pattern, names) for pattern in idle if not pattern.startswith("!")}
+    everywhere = agreement.share(scores, plan.patterns)
     texts = []
     for pattern in idle:
         if pattern.startswith("!"):
             texts.append(f"{pattern!r} takes nothing away from what the patterns before it select")
             continue
-        # Each rank may hold other names; this error is the only time that they are compared.
-        scored = [
-            pair for found in ranks.gather(closest_names(pattern, names), plan._group) for pair in found
-        ]
-        best = dict.fromkeys(name for _, name in sorted(scored, key=lambda pair: -pair[0]))
-        texts.append(f"{pattern!r} matches no parameter; the closest names: {listing(list(best)[:3])}")
+        scored = [pair for found in everywhere for pair in found[pattern]]
+        best = _distinct(name for _, name in sorted(scored, key=lambda pair: -pair[0]))
+        texts.append(f"{pattern!r} matches no parameter; the closest names: {listing(best[:3])}")
         if pattern in best:
             texts.append(f"for the name {pattern!r} itself write {glob.escape(pattern)!r}")
-    return UnmatchedPatternError(
-        f"role {plan.role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
-    )
+    return f"role {plan.role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
 
 
 def _about(subject: Frozen | Selector) -> str:

@@ -1,14 +1,7 @@
-"""Agreement across ranks: the same counts on each of them, or the same error.
+"""Collectives: what ranks tell each other while a run goes on, for `verify`, fingerprints and assertions.
 
 Without torch.distributed there is one rank, and nothing is sent. With it, every rank must call these
-functions in the same order:
-
-1. `check_together` before anything is decided: one all-reduce of 3 integers.
-2. `exchange` what each rank found: one all-gather of a few integers a rank, and only if the ranks found
-   different things one all-reduce of the distinct findings, each written by the first rank that has it.
-3. `check_together` after the factory has run: one all-reduce of 3 integers.
-
-Texts travel only once a rank has failed, or no pattern matches.
+functions in the same order. Texts travel only once a rank has failed.
 """
 
 from __future__ import annotations
@@ -50,6 +43,8 @@ def place(group: Group) -> str:
 def check_together(error: BaseException | None, role: str, patterns: Sequence[str], group: Group) -> None:
     """Raise on every rank if any of them failed, or if they were given different lists.
 
+    One all-reduce of 3 integers.
+
     Args:
         error: What went wrong on this rank; it is what this rank raises.
         role: The role, and
@@ -66,7 +61,7 @@ def check_together(error: BaseException | None, role: str, patterns: Sequence[st
                 raise error
             return
         if error is not None and not isinstance(error, FreezingError):
-            # Where the others are still in a collective of the factory's, this must be read now or never.
+            # Where the others are in another collective, this must be read now or never.
             logger.error("{}: rank {} failed, and tells the others: {!r}", role, dist.get_rank(), error)
         size, digest = dist.get_world_size(group), _digest([role, *patterns])
         failed = size - dist.get_rank(group) if error is not None else 0
@@ -77,13 +72,9 @@ def check_together(error: BaseException | None, role: str, patterns: Sequence[st
         if failed:
             raise _first_error(error, role, size - failed, group)
         if largest != -smallest:
-            lists = gather((role, list(patterns)), group)
-            other = next(rank for rank, given in enumerate(lists) if given != lists[0])
-            here, there = _global_rank(group, 0), _global_rank(group, other)
             raise FreezeConfigError(
-                f"ranks were given different lists to freeze: rank {here} has role {lists[0][0]!r} with "
-                f"{lists[0][1]}, rank {there} has role {lists[other][0]!r} with {lists[other][1]}. Every "
-                "rank must read the same config"
+                f"role {role!r}: the ranks hold reports of different freezes. Every rank must call, with the "
+                "report of the same role and list"
             )
     finally:
         error = None  # its traceback holds this frame, and so what it was raised for
@@ -94,51 +85,29 @@ def _first_error(error: BaseException | None, role: str, first: int, group: Grou
     told: list[Any] = [None]
     if dist.get_rank(group) == first:
         told = [(type(error).__name__, str(error))]
-    dist.broadcast_object_list(told, _global_rank(group, first), group, _device(group))
+    source = first if group is None else dist.get_global_rank(group, first)
+    dist.broadcast_object_list(told, source, group, _device(group))
     if error is not None and (dist.get_rank(group) == first or not isinstance(error, FreezingError)):
-        return error  # a factory's own exception is let through on the rank where it was raised
-    name, text = told[0]
+        return error  # what is not ours is let through on the rank where it was raised
+    return failure_elsewhere(role, source, *told[0])
+
+
+def failure_elsewhere(role: str, rank: int, name: str, text: str) -> FreezingError:
+    """The error on this rank for one on another: the same if it is one of ours.
+
+    Args:
+        role: Whose call it was.
+        rank: The global rank that failed.
+        name: The class of its error.
+        text: Its text.
+    """
     ours = getattr(errors, name, None)
     if isinstance(ours, type) and issubclass(ours, FreezingError):
         return ours(text)
     return FreezingError(
-        f"role {role!r}: rank {_global_rank(group, first)} failed with {name}: {text}. Every rank has put "
-        "back the requires_grad flags that it had changed"
+        f"role {role!r}: rank {rank} failed with {name}: {text}. Every rank has put back the requires_grad "
+        "flags that it had changed"
     )
-
-
-def exchange(finding: Any, trainable: bool, group: Group) -> tuple[list[Any], bool]:
-    """The distinct findings of all ranks, by the first rank that has each, and whether any rank trains.
-
-    Args:
-        finding: Plain data (lists, strings, numbers) that says what this rank would freeze.
-        trainable: Whether this rank keeps anything to train.
-        group: The ranks that agree; None for all.
-    """
-    if not distributed(group):
-        return [finding], trainable
-    text = json.dumps(finding, separators=(",", ":")).encode()
-    device = _device(group)
-    row = torch.tensor([_digest(finding), len(text), trainable], device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    holders: dict[int, tuple[int, int]] = {}  # digest -> the first rank that has it, bytes
-    trains = False
-    for rank, (digest, length, trainable_there) in enumerate(other.tolist() for other in rows):
-        holders.setdefault(digest, (rank, length))
-        trains = trains or bool(trainable_there)
-    if len(holders) == 1:
-        return [finding], trains
-    buffer = torch.zeros(sum(length for _, length in holders.values()), dtype=torch.uint8, device=device)
-    start, slices = 0, []
-    for rank, length in holders.values():
-        slices.append(slice(start, start + length))
-        if rank == dist.get_rank(group):
-            buffer[slices[-1]] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        start += length
-    dist.all_reduce(buffer, group=group)  # each byte has one writer, all others add zero
-    received = bytes(buffer.tolist())
-    return [json.loads(received[part]) for part in slices], trains
 
 
 def add_up(table: torch.Tensor, group: Group) -> torch.Tensor:
@@ -151,7 +120,7 @@ def add_up(table: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, for an error text."""
+    """Every rank's value, whatever pickles."""
     if not distributed(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -170,7 +139,3 @@ def _device(group: Group) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
-
-
-def _global_rank(group: Group, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)

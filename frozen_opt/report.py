@@ -1,23 +1,24 @@
-"""What was frozen: reports, metrics, the log, and the memory of this process.
+"""What was frozen: reports, metrics, and the memory of this process.
 
-The memory also keeps which tensors each role froze and which optimizers it got (by weak references), so
-that a tensor that one role freezes and another role's optimizer holds is caught.
+The memory keeps where each role's frozen parameters stand, which flag each had before, and which optimizers
+the role got, so that a later call can tell what is new, what to thaw, and what another role's optimizer
+holds. It refers to no tensor: see `places`.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from loguru import logger
 from torch import nn
 
 from frozen_opt import ranks
-from frozen_opt.errors import printable
+from frozen_opt.errors import UnmatchedPatternError
+from frozen_opt.names import module_list, unwrapped
+from frozen_opt.places import Place
 
 if TYPE_CHECKING:
     from frozen_opt.verify import Fingerprint
@@ -38,6 +39,10 @@ class Frozen:
     """Elements of all frozen parameters in full, shards put together."""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of a frozen parameter -> its other names."""
+    mapped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a frozen parameter -> the names of the name map by which the patterns matched it."""
+    thawed: tuple[str, ...] = ()
+    """What the list before froze and this one does not: it gets back the flag that it had."""
 
     @property
     def parameter_count(self) -> int:
@@ -48,13 +53,17 @@ class Frozen:
 class FreezeReport(Frozen):
     """What was frozen for a role."""
 
-    _held: dict[str, weakref.ref[torch.Tensor] | None] = field(
+    untied: Mapping[str, str] = field(default_factory=dict)
+    """Name of a frozen parameter -> the one that it was tied to until the factory ran."""
+    has_optimizer: bool = True
+    """False where the factory built none."""
+    _seen: dict[str, tuple[int, tuple[int, ...]] | None] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """The frozen parameters that this rank holds, and the tensors that `verify` found first."""
+    """The frozen parameters that this rank holds, and identity and shape of what `verify` found first."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_held": {}}  # tensors stay in their process
+        return vars(self) | {"_seen": {}}  # an identity is that of this process
 
     def verify(
         self,
@@ -66,9 +75,9 @@ class FreezeReport(Frozen):
     ) -> None:
         """Check that the freeze still holds. Reads no weights, so that each step can afford it.
 
-        Every frozen parameter is registered under its name, requires no gradient, and is the tensor that
-        the first call found there. With torch.distributed up, every rank must call, between steps, and all
-        of them raise what one has found.
+        Every frozen parameter is registered under its name, requires no gradient, and is the tensor, of
+        the same shape, that the first call found there. With torch.distributed up, every rank must call,
+        between steps, and all of them raise what one has found.
 
         Args:
             model: The model that was frozen, sharded or wrapped since.
@@ -138,39 +147,68 @@ class FreezeReport(Frozen):
 
         check_resume(self, saved)
 
-    def metrics(self) -> dict[str, int]:
-        """`<role>/frozen_parameter_count` and `<role>/frozen_element_count`."""
-        return {
-            f"{self.role}/frozen_parameter_count": self.parameter_count,
-            f"{self.role}/frozen_element_count": self.element_count,
-        }
+    def metrics(self, *, prefix: bool = True) -> dict[str, int]:
+        """`<role>/frozen_parameter_count` and `<role>/frozen_element_count`.
+
+        Args:
+            prefix: False leaves `<role>/` out, for trainers that prefix by themselves.
+        """
+        counts = {"frozen_parameter_count": self.parameter_count, "frozen_element_count": self.element_count}
+        return {f"{self.role}/{name}" if prefix else name: count for name, count in counts.items()}
+
+
+class Kept(NamedTuple):
+    """What is remembered of a frozen parameter beside its place."""
+
+    name: str
+    flag: bool
+    """Its requires_grad before any role froze it."""
 
 
 @dataclass
-class _Entry:
+class _Role:
+    """What this process remembers of a role; of all its models, a role may freeze several."""
+
     report: FreezeReport
-    # Of all calls: a role may freeze several models.
-    frozen: list[tuple[str, weakref.ref[torch.Tensor]]]
-    optimizers: list[weakref.ref[Any]]
+    places: dict[Place, Kept] = field(default_factory=dict)
+    models: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """The bare models of which something is frozen, be it on other ranks alone."""
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    doubt: str = ""
+    """Why the report can't be given yet: see `doubt`."""
+
+    @property
+    def frozen(self) -> list[tuple[str, Place]]:
+        return [(kept.name, place) for place, kept in self.places.items()]
 
 
-_memory: dict[str, _Entry] = {}
+_memory: dict[str, _Role] = {}
 
 
 def report(role: str) -> FreezeReport:
-    """The report of a role for which this process has called a decorated factory, or frozen parameters.
+    """The report of a role's last call in this process; of none frozen where there was no call.
 
     Raises:
-        KeyError: It has not.
+        UnmatchedPatternError: A hook froze the model chunk by chunk, and a pattern matches in none so far.
     """
     if role not in _memory:
-        raise KeyError(f"nothing was frozen for role {role!r} in this process; roles: {sorted(_memory)}")
+        return FreezeReport(role)
+    if _memory[role].doubt:
+        raise UnmatchedPatternError(_memory[role].doubt)
     return _memory[role].report
 
 
-def metrics() -> dict[str, int]:
-    """The metrics of all roles for which this process has called."""
-    return {key: value for entry in _memory.values() for key, value in entry.report.metrics().items()}
+def metrics(role: str | None = None) -> dict[str, int]:
+    """How many parameters and elements are frozen: those that stand in the roles' reports.
+
+    Args:
+        role: If given, this role's alone, without a prefix: for trainers that prefix by themselves, and for
+            a role that was never called. By default all roles that called, as `<role>/...`; where none
+            has, `policy/...` with 0.
+    """
+    if role is not None:
+        return report(role).metrics(prefix=False)
+    return {key: value for name in _memory or ("policy",) for key, value in report(name).metrics().items()}
 
 
 def reset() -> None:
@@ -181,53 +219,102 @@ def reset() -> None:
 def record(
     new: FreezeReport,
     *,
-    frozen: Iterable[tuple[str, torch.Tensor]] = (),
+    frozen: Mapping[Place, Kept],
+    released: Iterable[Place] = (),
+    models: Sequence[nn.Module] = (),
     optimizers: Iterable[Any] = (),
-    warnings: Sequence[str] = (),
-    group: ranks.Group = None,
-) -> None:
-    """Remember a report, and log it on rank 0 unless that has been done.
+    doubt: str = "",
+) -> bool:
+    """Remember a report, in place of what the role had frozen of this model.
 
-    Freezing in a pre-wrap hook and then building the optimizer with the same list reports twice what
-    is one freeze; the second is not logged again.
+    Args:
+        new: The report.
+        frozen: What is frozen on this rank.
+        released: What the role had frozen of this model until now.
+        models: The bare model, or its chunks.
+        optimizers: What the factory built.
+        doubt: Why the report can't be given yet.
+
+    Returns:
+        Whether it is news: freezing in a pre-wrap hook and then building the optimizer with the same list
+        reports twice what is one freeze.
     """
-    known = _memory.get(new.role)
-    entry = _Entry(
-        new,
-        [(name, weakref.ref(tensor)) for name, tensor in frozen],
-        [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "__weakref__")],
-    )
-    same = known is not None and _is_the_same_freeze(known, entry)
-    if known is not None:
-        living = [(name, reference) for name, reference in known.frozen if reference() is not None]
-        entry.frozen += living
-        entry.optimizers += [reference for reference in known.optimizers if reference() is not None]
-        if not new.patterns and living:
-            entry.report = known.report  # a hook has frozen them, and the factory's list is empty
-    _memory[new.role] = entry
-    if not ranks.is_first(group):
-        return
-    if not new.patterns:
-        logger.debug("{}: no parameters to freeze", new.role)
-    elif not same:
-        _log(new, warnings)
+    entry = _memory.setdefault(new.role, _Role(new))
+    ids = set(map(id, models))
+    again = [reference for reference in entry.models if id(reference()) in ids]
+    old = entry.report
+    news = not again or (old.patterns, old.names, old.untied) != (new.patterns, new.names, new.untied)
+    entry.report, entry.doubt = new, doubt
+    for place in released:
+        entry.places.pop(place, None)
+    entry.places = {place: kept for place, kept in entry.places.items() if place.module is not None}
+    entry.places.update(frozen)
+    others = [reference for reference in entry.models if reference() is not None and reference not in again]
+    entry.models = [*others, *map(weakref.ref, models)] if new.patterns else others
+    _remember(entry, optimizers)
+    return news
 
 
-def _is_the_same_freeze(known: _Entry, entry: _Entry) -> bool:
-    """A hook's freeze, say, that a factory has found. Another model's is another one."""
-    reports = known.report, entry.report
-    if len({(report.patterns, report.names) for report in reports}) > 1:
-        return False
-    before = {id(reference()) for _, reference in known.frozen if reference() is not None}
-    return not before or not before.isdisjoint(id(reference()) for _, reference in entry.frozen)
+def record_none(role: str, optimizers: Iterable[Any]) -> None:
+    """Remember a call that froze nothing: what the role has frozen of another model stays its report."""
+    entry = _memory.setdefault(role, _Role(FreezeReport(role)))
+    if not any(model() is not None for model in entry.models):
+        entry.report, entry.doubt = FreezeReport(role), ""
+    _remember(entry, optimizers)
+
+
+def _remember(entry: _Role, optimizers: Iterable[Any]) -> None:
+    living = [reference for reference in entry.optimizers if reference() is not None]
+    known = {id(reference()) for reference in living}
+    entry.optimizers = living + [
+        weakref.ref(optimizer)
+        for optimizer in optimizers
+        if hasattr(optimizer, "__weakref__") and id(optimizer) not in known
+    ]
 
 
 def frozen_so_far() -> Iterator[tuple[str, str, torch.Tensor]]:
     """What all roles have frozen so far: role, canonical name, tensor."""
     for role, entry in _memory.items():
-        for name, reference in entry.frozen:
-            if (tensor := reference()) is not None:
+        for name, place in entry.frozen:
+            if (tensor := place()) is not None:
                 yield role, name, tensor
+
+
+def has_frozen(role: str) -> bool:
+    """Whether a role has anything frozen, of any living model."""
+    return role in _memory and any(model() is not None for model in _memory[role].models)
+
+
+def frozen_before(role: str, model: object) -> dict[Place, Kept] | None:
+    """What a role has frozen of a model on this rank; None where it has frozen nothing of it on any rank.
+
+    Args:
+        role: The role.
+        model: The model, however wrapped by now, or its chunks.
+    """
+    entry = _memory.get(role)
+    if entry is None or not entry.models:
+        return None
+    chunks = module_list(model)
+    modules = {id(module) for chunk in chunks for module in chunk.modules()}
+    places = {place: kept for place, kept in entry.places.items() if id(place.module) in modules}
+    known = {id(reference()) for reference in entry.models}
+    return places if places or not known.isdisjoint(id(unwrapped(chunk)) for chunk in chunks) else None
+
+
+def first_flags() -> dict[int, bool]:
+    """Id of each tensor that a role has frozen -> its requires_grad before any role did."""
+    flags: dict[int, bool] = {}
+    for entry in _memory.values():
+        for place, kept in entry.places.items():
+            flags.setdefault(id(place()), kept.flag)
+    return flags
+
+
+def frozen_elsewhere(role: str) -> set[int]:
+    """Ids of the tensors that other roles have frozen."""
+    return {id(place()) for other, entry in _memory.items() if other != role for place in entry.places}
 
 
 def optimizers_elsewhere(role: str) -> Iterator[tuple[str, Any]]:
@@ -237,63 +324,3 @@ def optimizers_elsewhere(role: str) -> Iterator[tuple[str, Any]]:
             for reference in entry.optimizers:
                 if (optimizer := reference()) is not None:
                     yield other, optimizer
-
-
-def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
-    names = list(new.names) if new.parameter_count <= 100 else fold(new.names)
-    tied = [f"{name} is tied to {', '.join(others)}" for name, others in new.ties.items()]
-    data = {
-        "role": new.role,
-        "backend": new.backend,
-        "patterns": list(new.patterns),
-        "names": list(new.names),
-        "ties": {name: list(others) for name, others in new.ties.items()},
-        **new.metrics(),
-    }
-    parameters = "parameter" if new.parameter_count == 1 else "parameters"
-    text = (
-        f"{new.role}: froze {new.parameter_count} {parameters} ({new.element_count:,} elements, backend "
-        f"{new.backend}): {', '.join(names)}" + "".join(f"; {tie}" for tie in tied)
-    )
-    logger.bind(**data).info("{}", printable(text))
-    for warning in warnings:
-        logger.bind(role=new.role).warning("{}: {}", new.role, warning)
-
-
-_NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
-
-
-def fold(names: Sequence[str]) -> list[str]:
-    """Names that differ in numbers alone as one text, such as `layers.{0..3,7}.gate.weight`.
-
-    Nothing is lost: writing out every combination of the numbers in braces gives the names again.
-    """
-    # The texts between numbers -> for each name that has them, its numbers.
-    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-    for name in names:
-        parts = _NUMBER.split(name)
-        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
-    lines = []
-    for texts, rows in folded.items():
-        for place in reversed(range(len(texts) - 1)):
-            # Rows that agree in all other places become one, with the set of their numbers in this place.
-            merged: dict[tuple[Any, ...], set[str]] = {}
-            for row in rows:
-                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
-            rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
-        for row in rows:
-            written = [*(_runs(values) for values in row), ""]
-            lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
-    return lines
-
-
-def _runs(values: frozenset[str]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    runs: list[list[int]] = []
-    for value in sorted(map(int, values)):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1][1:] = [value]
-        else:
-            runs.append([value])
-    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from frozen_opt.names import EVERYTHING, Found, Walk, walk
 from frozen_opt.patterns import Matcher, Verdict
 
 NameMap = Any
-"""A callable from a canonical name to more names, or an object with `megatron_to_hf_lookup(name)`."""
+"""A callable from a canonical name to more names, or Megatron-Bridge's mapping registry or AutoBridge."""
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Selector:
 
     def __post_init__(self) -> None:
         self._matcher = Matcher(self.patterns)
+        self._more_names = None if self.name_map is None else _lookup_in(self.name_map)
 
     def select(self, chunks: Sequence[nn.Module]) -> Selection:
         """Walk the model once (twice when it has ties or a name map) and ask the patterns.
@@ -78,10 +79,11 @@ class Selector:
         for found in walk(chunks, EVERYTHING).found:
             aliases.setdefault(id(found.parameter), []).append(found)
         matches = []
-        for same in aliases.values():
-            names = [found.name for found in same]
+        for first, *ties in aliases.values():
+            names = [first.name, *(found.name for found in ties)]
             if verdict := self._combine({name: self._verdict_on(name) for name in names}):
-                matches.append(same[0]._replace(verdict=verdict, ties=names[1:]))
+                mapped = [other for name in names for other in self._mapped(name)]
+                matches.append(first._replace(verdict=verdict, ties=ties, mapped=mapped))
         return matches
 
     def _verdict_on(self, name: str) -> Verdict | None:
@@ -99,14 +101,14 @@ class Selector:
             )
         return _together(parts.values())
 
+    def _mapped(self, name: str) -> list[str]:
+        """The names that the name map adds to this one, if they are what the patterns matched."""
+        more = self._lookup(name)
+        names = more.values() if isinstance(more, Mapping) else more
+        return [other for other in names if other != name and self._matcher.verdict_on(other)]
+
     def _lookup(self, name: str) -> Sequence[str] | Mapping[str, str]:
-        if self.name_map is None:
-            return ()
-        if hasattr(self.name_map, "megatron_to_hf_lookup"):
-            mapping = self.name_map.megatron_to_hf_lookup(name)
-            more = None if mapping is None else mapping.hf_param
-        else:
-            more = self.name_map(name)
+        more = None if self._more_names is None else self._more_names(name)
         if more is None:
             return ()
         return (more,) if isinstance(more, str) else more
@@ -126,6 +128,29 @@ class Selector:
 
     def _error(self, text: str) -> FreezeConfigError:
         return FreezeConfigError(f"role {self.role!r}, patterns {list(self.patterns)}: {text}")
+
+
+def _lookup_in(name_map: Any) -> Callable[[str], Any]:
+    """The name map as a function.
+
+    An AutoBridge of Megatron-Bridge's keeps the bridge of its architecture, and that one makes the registry
+    of mappings (megatron.bridge.models.conversion, auto_bridge and mapping_registry).
+    """
+    bridge = getattr(name_map, "_model_bridge", name_map)
+    registry = bridge.mapping_registry() if hasattr(bridge, "mapping_registry") else bridge
+    if not hasattr(registry, "megatron_to_hf_lookup"):
+        if callable(name_map):
+            return cast("Callable[[str], Any]", name_map)
+        raise FreezeConfigError(
+            f"name_map is a {type(name_map).__module__}.{type(name_map).__qualname__}, and must be a "
+            "callable that gets a canonical name, or Megatron-Bridge's AutoBridge or mapping registry"
+        )
+
+    def by_registry(name: str) -> Any:
+        mapping = registry.megatron_to_hf_lookup(name)
+        return None if mapping is None else mapping.hf_param
+
+    return by_registry
 
 
 def _together(verdicts: Iterable[Verdict | None]) -> Verdict | None:

@@ -122,7 +122,7 @@ def _select(model: Model, patterns: Sequence[str], group: ranks.Group) -> dict[s
         raise AssertionError("there are no patterns, so that nothing would be checked")
     selection = Selector("test", wanted).select(module_list(model))
     credited = sorted({index for found in selection.matches for index in found.verdict.credited})
-    findings, _ = ranks.exchange(credited, True, group)
+    findings = ranks.gather(credited, group)
     current, _ = resting_parameters(model)
     for index, pattern in enumerate(wanted):
         if not any(index in finding for finding in findings):
@@ -139,9 +139,9 @@ def _held(optimizer: object, model: Model, selected: Mapping[str, nn.Parameter])
 
 
 def _agree(faults: list[str], group: ranks.Group, moved: bool = True) -> None:
-    findings, moved_anywhere = ranks.exchange(faults, moved, group)
-    together = list(dict.fromkeys(fault for finding in findings for fault in finding))
-    if not moved_anywhere:
+    findings = ranks.gather((faults, moved), group)
+    together = list(dict.fromkeys(fault for finding, _ in findings for fault in finding))
+    if not any(moved for _, moved in findings):
         together.append(
             "no other parameter moved either: did the block step an optimizer, with gradients and a "
             "learning rate above 0?"

@@ -8,7 +8,6 @@ that each rank holds, and one all-reduce of 4 integers a frozen parameter.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -80,23 +79,30 @@ def _together(work: Callable[[], T], report: FreezeReport, group: ranks.Group) -
 
 def _check(report: FreezeReport, model: Model, optimizer: object) -> None:
     current, _ = resting_parameters(model)
-    held = report._held
+    seen = report._seen
     wanted = {*report.names, *(name for others in report.ties.values() for name in others)}
-    missing = [name for name in held if name not in current]
+    missing = [name for name in seen if name not in current]
     watched = {name: parameter for name, parameter in current.items() if name in wanted}
     undone = [name for name, parameter in watched.items() if parameter.requires_grad]
     # Sharding, moving and loading after the freeze register new tensors. The first call takes what it finds.
-    replaced = [
-        name
-        for name, parameter in watched.items()
-        if (known := held.get(name)) is not None and known() is not parameter
-    ]
+    # An identity that was given out anew would pass: the flag is what matters, and `fingerprint` has values.
+    now = {name: (id(parameter), tuple(parameter.shape)) for name, parameter in watched.items()}
+    replaced, resized = [], []
+    for name, (identity, shape) in now.items():
+        before = seen.get(name)
+        if before is not None and before != (identity, shape):
+            (replaced if before[0] != identity else resized).append(name)
     faults = [
         (undone, "can be trained again: something called requires_grad_(True) after the freeze"),
         (
             replaced,
             "is another tensor than before: a parameter was registered anew, or load_state_dict(assign=True) "
             "or an adapter merge put another one in its place",
+        ),
+        (
+            resized,
+            "has another shape than before: its data were swapped (resize_token_embeddings does so): resize "
+            "before the freeze",
         ),
         (missing, "is no longer in the model: a module was replaced, or an adapter wrapped around it"),
     ]
@@ -105,7 +111,7 @@ def _check(report: FreezeReport, model: Model, optimizer: object) -> None:
         raise FrozenParameterChangedError(f"role {report.role!r}: {'; '.join(texts)}")
     if optimizer is not None:
         _check_optimizer(report, current, watched, optimizer)
-    held.update((name, weakref.ref(parameter)) for name, parameter in watched.items())
+    seen.update(now)
 
 
 def _check_optimizer(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import frozen_opt
 from frozen_opt.names import trainable_parameters
-from frozen_opt.report import fold
+from frozen_opt.log import fold
 from tests.models import transformer
 
 

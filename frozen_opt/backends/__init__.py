@@ -38,6 +38,13 @@ class Backend:
         """
         return None
 
+    def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
+        """Why `thawed`, which was frozen until now, can't train from now on, and what to do; None if it can.
+
+        Asked before anything changes.
+        """
+        return None
+
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         """What will surprise a user who freezes `matched`, a sentence or two each, with the remedy."""
         return []
@@ -174,5 +181,7 @@ def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]
     )
 
 
-# It registers how Megatron numbers layers and experts: names must be right before a backend is asked.
+# These must be there before a backend is asked: how Megatron numbers layers and experts, for names to be right,
+# and an eye on the DDPs that are made from now on.
+import frozen_opt.backends.ddp
 import frozen_opt.backends.megatron  # noqa: E402, F401

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from frozen_opt.backends import Backend
-from frozen_opt.backends.plain import build_optimizer, surprises, wrapped_too_early
+from frozen_opt.backends.ddp import wrapped_too_early, wrapped_without
+from frozen_opt.backends.plain import build_optimizer, surprises
 from frozen_opt.errors import UnsupportedBackendError
 from frozen_opt.names import Found, Walk
 
@@ -50,6 +51,9 @@ class FSDPBackend(Backend):
                 "model first"
             )
         return wrapped_too_early(walk, matched)  # DDP may wrap what FSDP has sharded in part
+
+    def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
+        return wrapped_without(walk, thawed)
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         return surprises(walk, matched)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from frozen_opt.backends import Backend
+from frozen_opt.backends.ddp import wrapped_too_early, wrapped_without
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, listing
 from frozen_opt.names import Found, Walk, trainable
@@ -31,6 +31,9 @@ class TorchBackend(Backend):
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
         return wrapped_too_early(walk, matched)
 
+    def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
+        return wrapped_without(walk, thawed)
+
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         return surprises(walk, matched)
 
@@ -44,29 +47,6 @@ class TorchBackend(Backend):
         if isinstance(optimizer, nn.Module) or not isinstance(groups, list | tuple):
             return None
         return [parameter for group in groups for parameter in group["params"]]
-
-
-def wrapped_too_early(walk: Walk, matched: Sequence[Found]) -> str | None:
-    """Why a DistributedDataParallel that wraps the model already can't honour the freeze, if it can't."""
-    for wrapper in walk.wrappers:
-        if not isinstance(wrapper, DistributedDataParallel):
-            continue
-        if wrapper.find_unused_parameters or wrapper.static_graph:
-            continue
-        inside = {id(parameter) for parameter in wrapper._module_parameters}
-        names = [found.name for found in matched if id(found.parameter) in inside]
-        # The reducer was built for what required a gradient then. What was frozen before is not in
-        # it; what was frozen since, by hand, shows as a tensor too many.
-        trainable = sum(parameter.requires_grad for parameter in wrapper._module_parameters)
-        assert wrapper.logger is not None
-        held = wrapper.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"]
-        if names and (held > trainable or any(found.parameter.requires_grad for found in matched)):
-            return (
-                f"DistributedDataParallel already wraps {listing(names)}, and its reducer would wait "
-                "for their gradients for ever: freeze before wrapping (frozen_opt.freeze_parameters, "
-                "then DDP), or wrap with find_unused_parameters=True or static_graph=True"
-            )
-    return None
 
 
 def surprises(walk: Walk, matched: Sequence[Found]) -> list[str]:

@@ -1,0 +1,113 @@
+"""The log: what was frozen, once for each role and model, on rank 0; and names that are many, folded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loguru import logger
+
+from frozen_opt import ranks
+from frozen_opt.errors import printable
+from frozen_opt.report import FreezeReport
+
+_ALL_NAMES = 100
+"""Up to so many names are logged one by one; more are folded."""
+
+
+def log(report: FreezeReport, warnings: Sequence[str], group: ranks.Group) -> None:
+    """Log a report with every name, and what will surprise its reader, on rank 0 of the group."""
+    if not ranks.is_first(group):
+        return
+    if not report.patterns and not report.thawed:
+        logger.debug("{}: no parameters to freeze", report.role)
+        return
+    data = {
+        "role": report.role,
+        "backend": report.backend,
+        "patterns": list(report.patterns),
+        "names": list(report.names),
+        "ties": _lists(report.ties),
+        "mapped": _lists(report.mapped),
+        "untied": dict(report.untied),
+        "thawed": list(report.thawed),
+        **report.metrics(),
+    }
+    logger.bind(**data).info("{}", printable(f"{report.role}: {'; '.join(_parts(report))}"))
+    for warning in warnings:
+        logger.bind(role=report.role).warning("{}: {}", report.role, printable(warning))
+
+
+def _parts(report: FreezeReport) -> list[str]:
+    parts = [f"froze {_count(report.names)} ({report.element_count:,} elements, backend {report.backend}): "]
+    if len(report.names) > _ALL_NAMES:
+        parts[0] += ", ".join(fold(report.names))
+        mapped = [name for names in report.mapped.values() for name in names]
+        parts += [f"matched as {', '.join(fold(mapped))}"] * bool(mapped)
+    else:
+        parts[0] += ", ".join(
+            f"{name} (matched as {', '.join(report.mapped[name])})" if name in report.mapped else name
+            for name in report.names
+        )
+    parts += [f"{name} is tied to {', '.join(others)}" for name, others in report.ties.items()]
+    parts += [
+        f"{name} was tied to {other}, and the factory broke the tie: both are frozen"
+        for name, other in report.untied.items()
+    ]
+    if not report.names:
+        parts = []
+    if report.thawed:
+        parts.append(f"thawed {_count(report.thawed)}: {', '.join(fold(report.thawed))}")
+    if not report.names:
+        parts.append("nothing is frozen any more")
+    if not report.has_optimizer:
+        parts.append("the factory built no optimizer")
+    return parts
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} parameter{'s' * (len(names) != 1)}"
+
+
+def _lists(mapping: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    return {name: list(others) for name, others in mapping.items()}
+
+
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """Names that differ in numbers alone as one text, such as `layers.{0..3,7}.gate.weight`.
+
+    Nothing is lost: writing out every combination of the numbers in braces gives the names again.
+    """
+    # The texts between numbers -> for each name that has them, its numbers.
+    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+    for name in names:
+        parts = _NUMBER.split(name)
+        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
+    lines = []
+    for texts, rows in folded.items():
+        for place in reversed(range(len(texts) - 1)):
+            # Rows that agree in all other places become one, with the set of their numbers in this place.
+            merged: dict[tuple[Any, ...], set[str]] = {}
+            for row in rows:
+                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
+            rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
+        for row in rows:
+            written = [*(_runs(values) for values in row), ""]
+            lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
+    return lines
+
+
+def _runs(values: frozenset[str]) -> str:
+    if len(values) == 1:
+        return next(iter(values))
+    runs: list[list[int]] = []
+    for value in sorted(map(int, values)):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1][1:] = [value]
+        else:
+            runs.append([value])
+    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
