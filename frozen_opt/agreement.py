@@ -168,8 +168,8 @@ class Agreement:
             if waited > self._store.timeout.total_seconds():
                 raise FreezingError(
                     f"role {self.role!r}, patterns {list(patterns)}: rank {dist.get_rank()} waited "
-                    f"{waited:.0f} s for the others. Every rank of the group must call, also one that holds none of the "
-                    "parameters; where only some do, pass these as group=..."
+                    f"{waited:.0f} s for the others. Every rank of the group must call, also one that holds "
+                    "none of the parameters; where only some do, pass these as group=..."
                 )
             time.sleep(min(max(waited / 8, 1e-4), 0.25))
         value: bytes = self._store.get(key)

@@ -146,9 +146,8 @@ def _around(
         return
     with plan.frozen():
         yield call
-        optimizers = find_built(factory, arguments, call.result)
-        untied = plan.prove(optimizers)
-    plan.record(optimizers, untied, built=bool(optimizers))
+        proof = plan.prove(find_built(factory, arguments, call.result))
+    plan.record(proof)
 
 
 def _built_or_none(factory: Callable[..., Any], arguments: Arguments, result: object) -> Any:

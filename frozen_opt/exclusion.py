@@ -21,7 +21,7 @@ Optimizers = Sequence[tuple[Any, Sequence[torch.Tensor]]]
 
 def prove_excluded(
     role: str, about: str, planned: Mapping[str, Place], now: Selection, optimizers: Optimizers
-) -> dict[str, nn.Parameter]:
+) -> tuple[dict[str, nn.Parameter], str]:
     """Prove that no optimizer that a factory built holds a frozen parameter.
 
     Args:
@@ -33,7 +33,8 @@ def prove_excluded(
         optimizers: What it built; none where it builds none.
 
     Returns:
-        What is frozen now, by name, tied parameters under each of their names.
+        What is frozen now, by name, tied parameters under each of their names; and the backend on which the
+        model runs now.
 
     Raises:
         FrozenParameterInOptimizerError: One does, or a name holds a trainable tensor again.
@@ -45,7 +46,7 @@ def prove_excluded(
     remedy = "Give it frozen_opt.trainable_parameters(model) in place of model.parameters()"
     put_back = "The requires_grad flags were put back"
     names = {id(parameter): name for name, parameter in reversed(frozen.items())}  # the first of each
-    if caught := [name for key, name in reversed(names.items()) if key in tensors]:
+    if caught := [name for key, name in reversed(names.items()) if key in tensors and name in planned]:
         raise FrozenParameterInOptimizerError(
             f"{about}: the optimizer holds {len(caught)} frozen parameters: {listing(caught)}. {remedy}. "
             f"{put_back}"
@@ -82,7 +83,7 @@ def prove_excluded(
             f"would move. {remedy}, or build the copies of these alone. {put_back}"
         )
     prove_apart(role, set(tensors))
-    return frozen
+    return frozen, backend.name
 
 
 def _frozen_now(planned: Mapping[str, Place], now: Selection) -> dict[str, nn.Parameter]:

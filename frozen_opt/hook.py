@@ -21,10 +21,10 @@ def freezing_hook(
     """A pre-wrap hook that freezes: gets the model, or a list of chunks, and returns the same.
 
     For Megatron-Bridge, `provider.register_pre_wrap_hook(...)`, which hands over all chunks; and for
-    `post_model_creation_callbacks` of mbridge, which get one chunk at a time, with keywords that are not read.
-    Where chunks come one by one, the hook can't know whether more follow: a pattern that matches in none so
-    far becomes an error of the decorated factory, of `report` and of `metrics`. A factory that is decorated
-    with the same role and list then proves the freeze.
+    `post_model_creation_callbacks` of mbridge, which get one chunk at a time, with keywords that are not
+    read. Where chunks come one by one, the hook can't know whether more follow: a pattern that matches in
+    none so far becomes an error of the decorated factory, of `report` and of `metrics`. A factory that is
+    decorated with the same role and list then proves the freeze.
 
     Arguments and errors are those of `plan_freezing`.
     """

@@ -43,6 +43,18 @@ from frozen_opt.report import (
 from frozen_opt.selection import NameMap, Selection, Selector, closest_names
 
 
+class Proof(NamedTuple):
+    """What there was to see once a factory had run, or nothing where there was none."""
+
+    optimizers: Optimizers
+    untied: Mapping[str, str]
+    """Ties that it broke: name of a frozen parameter -> the one that it was tied to, both of them frozen."""
+    backend: str
+    """Not the one that was planned for, if the factory has wrapped the model."""
+    built: bool = True
+    """Whether there is an optimizer, or may be one later."""
+
+
 @dataclass(frozen=True)
 class FreezePlan(Frozen):
     """What would be frozen. Making one changes nothing; `apply()` freezes."""
@@ -73,7 +85,7 @@ class FreezePlan(Frozen):
         if self.idle:
             return self.leave_alone([])
         self._change()
-        return self.record([])
+        return self.record(Proof([], {}, self.backend))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -90,20 +102,19 @@ class FreezePlan(Frozen):
                 _set_flag(place, flag)
             raise
 
-    def prove(self, optimizers: Optimizers) -> dict[str, str]:
+    def prove(self, optimizers: Optimizers) -> Proof:
         """Prove that no optimizer holds a frozen parameter, on any rank; see `exclusion`.
 
-        Returns:
-            Ties that the factory broke, on all ranks together: name of a frozen parameter -> the one that it
-            was tied to, both of them frozen.
+        Args:
+            optimizers: What the factory built.
         """
         assert self._selector is not None
         assert self._agreement is not None
-        planned = {kept.name: place for place, kept in self._frozen.items()}
-        untied: dict[str, str] = {}
+        backend, untied = self.backend, {}
         if self.patterns:
+            planned = {kept.name: place for place, kept in self._frozen.items()}
             now = self._selector.select(self._chunks)
-            frozen = prove_excluded(self.role, _about(self), planned, now, optimizers)
+            frozen, backend = prove_excluded(self.role, _about(self), planned, now, optimizers)
             untied = {
                 other: name
                 for name, others in self.ties.items()
@@ -112,31 +123,22 @@ class FreezePlan(Frozen):
             }
         else:
             prove_apart(self.role, {id(tensor) for _, held in optimizers for tensor in held})
-        broken: dict[str, str] = {}
-        for found in self._agreement.share(untied, self.patterns):
-            broken |= found
-        return broken
+        everywhere = self._agreement.share(untied, self.patterns)
+        broken = {name: other for found in everywhere for name, other in found.items()}
+        return Proof(optimizers, broken, backend, built=bool(optimizers))
 
-    def record(
-        self, optimizers: Optimizers, untied: Mapping[str, str] | None = None, *, built: bool = True
-    ) -> FreezeReport:
-        """Remember and log what is frozen now.
-
-        Args:
-            optimizers: What the factory built.
-            untied: Ties that it broke: see `prove`.
-            built: Whether it builds an optimizer at all.
-        """
+    def record(self, proof: Proof) -> FreezeReport:
+        """Remember and log what is frozen now."""
         for place in self._frozen:
             if (parameter := place()) is not None:
                 parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
-        report = self._report(untied or {}, built)
+        report = self._report(proof)
         news = record(
             report,
             frozen=self._frozen,
             released=self._released,
             models=[unwrapped(chunk) for chunk in self._chunks],
-            optimizers=[optimizer for optimizer, _ in optimizers],
+            optimizers=[optimizer for optimizer, _ in proof.optimizers],
             doubt=self._doubt,
         )
         if news:
@@ -151,7 +153,8 @@ class FreezePlan(Frozen):
         log(report, (), self._group)
         return report
 
-    def _report(self, untied: Mapping[str, str], built: bool) -> FreezeReport:
+    def _report(self, proof: Proof) -> FreezeReport:
+        untied = proof.untied
         values = {each.name: getattr(self, each.name) for each in fields(Frozen)}
         apart: dict[str, list[str]] = {}
         for name, other in untied.items():
@@ -159,6 +162,7 @@ class FreezePlan(Frozen):
         return FreezeReport(
             **values
             | {
+                "backend": proof.backend,
                 "names": tuple(each for name in self.names for each in (name, *apart.get(name, ()))),
                 "element_count": self.element_count
                 + sum(map(self._tied_elements.__getitem__, untied.values())),
@@ -168,8 +172,8 @@ class FreezePlan(Frozen):
                     if (rest := tuple(other for other in others if other not in untied))
                 },
             },
-            untied=dict(untied),
-            has_optimizer=built,
+            untied=untied,
+            has_optimizer=proof.built,
             _seen={kept.name: None for kept in self._frozen.values()},
         )
 

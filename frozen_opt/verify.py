@@ -87,7 +87,8 @@ def _check(report: FreezeReport, model: Model, optimizer: object) -> None:
     # Sharding, moving and loading after the freeze register new tensors. The first call takes what it finds.
     # An identity that was given out anew would pass: the flag is what matters, and `fingerprint` has values.
     now = {name: (id(parameter), tuple(parameter.shape)) for name, parameter in watched.items()}
-    replaced, resized = [], []
+    replaced: list[str] = []
+    resized: list[str] = []
     for name, (identity, shape) in now.items():
         before = seen.get(name)
         if before is not None and before != (identity, shape):

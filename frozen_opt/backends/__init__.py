@@ -181,7 +181,7 @@ def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]
     )
 
 
-# These must be there before a backend is asked: how Megatron numbers layers and experts, for names to be right,
-# and an eye on the DDPs that are made from now on.
-import frozen_opt.backends.ddp
+# These must be there before a backend is asked: how Megatron numbers layers and experts, for names to be
+# right, and an eye on the DDPs that are made from now on.
+import frozen_opt.backends.ddp  # noqa: E402
 import frozen_opt.backends.megatron  # noqa: E402, F401
