@@ -50,7 +50,7 @@ def freezing_hook(
             group=group,
             more_to_come=True,
         )
-        plan.apply()
+        plan.apply_now()
         return model
 
     return hook

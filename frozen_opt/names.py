@@ -39,6 +39,7 @@ _WRAPPERS: dict[str, str] = {
     "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
     "peft.utils.other.AuxiliaryTrainingWrapper": "original_module",
     "peft.utils.other.ModulesToSaveWrapper": "original_module",
+    "peft.utils.other.TrainableTokensWrapper": "token_adapter",
     "skyrl_train.model_wrapper.HFModelWrapper": "model",
     "skyrl.backends.skyrl_train.workers.model_wrapper.HFModelWrapper": "model",
 }

@@ -120,9 +120,9 @@ def _refuse_unknown_module(name: str) -> None:
     for part in rest:
         if spec is None:
             break
-        places = spec.submodule_search_locations
+        places = [str(place) for place in spec.submodule_search_locations or ()]  # transformers has paths
         found = f"{found}.{part}"
-        spec = PathFinder.find_spec(found, places) if places is not None else None
+        spec = PathFinder.find_spec(found, places) if places else None
         if spec is None:
             close = get_close_matches(part, [module.name for module in iter_modules(places)])
             raise FreezeConfigError(

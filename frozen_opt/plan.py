@@ -82,9 +82,21 @@ class FreezePlan(Frozen):
         Raises:
             FreezeConfigError: The model's modules are no longer those that this was planned for.
         """
+        modules = {id(module) for chunk in self._chunks for module in chunk.modules()}
+        places = {**self._frozen, **self._thawing}
+        if gone := [kept.name for place, kept in places.items() if id(place.module) not in modules]:
+            raise FreezeConfigError(
+                f"{_about(self)}: since this was planned, the modules of {listing(gone)} were replaced: plan "
+                "again"
+            )
+        return self.apply_now()
+
+    def apply_now(self) -> FreezeReport:
+        """`apply` for a plan that has just been made."""
         if self.idle:
             return self.leave_alone([])
-        self._change()
+        for place in self._flags():
+            _set_flag(place, place not in self._frozen)
         return self.record(Proof([], {}, self.backend))
 
     @contextmanager
@@ -95,7 +107,8 @@ class FreezePlan(Frozen):
         try:
             with self._agreement.telling():
                 flags |= self._flags()
-                self._change()
+                for place in flags:
+                    _set_flag(place, place not in self._frozen)
                 yield
         except BaseException:
             for place, flag in flags.items():
@@ -178,23 +191,9 @@ class FreezePlan(Frozen):
         )
 
     def _flags(self) -> dict[Place, bool]:
-        """The flags of what is to be changed, if all of it still stands where it was found."""
-        flags, gone = {}, []
-        for place, kept in {**self._frozen, **self._thawing}.items():
-            if (parameter := place()) is None:
-                gone.append(kept.name)
-            else:
-                flags[place] = parameter.requires_grad
-        if gone:
-            raise FreezeConfigError(
-                f"{_about(self)}: since this was planned, the modules of {listing(gone)} were replaced: plan "
-                "again"
-            )
-        return flags
-
-    def _change(self) -> None:
-        for place in self._flags():
-            _set_flag(place, place not in self._frozen)
+        """The flags of what is to be changed."""
+        standing = {place: place() for place in (*self._frozen, *self._thawing)}
+        return {place: it.requires_grad for place, it in standing.items() if it is not None}
 
 
 def _set_flag(place: Place, flag: bool) -> None:
@@ -245,7 +244,7 @@ def freeze_parameters(
 
     Arguments and errors are those of `plan_freezing`.
     """
-    return plan_freezing(model, patterns, role=role, name_map=name_map, group=group).apply()
+    return plan_freezing(model, patterns, role=role, name_map=name_map, group=group).apply_now()
 
 
 def make_plan(

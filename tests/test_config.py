@@ -1,5 +1,7 @@
 """Where patterns come from: every kind of config, and never a list overlooked."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +114,79 @@ def test_a_broken_interpolation_is_not_taken_for_empty() -> None:
 def test_a_list_that_is_not_read_is_an_error(config: Any, says: str) -> None:
     with pytest.raises(FreezeConfigError, match=says):
         read_patterns(config, "policy")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["freeze", "freeze_params", "freeze_patterns", "freeze_modules", "freeze_layers", "freeze_module_pattern",
+     "frozen_params", "frozen_parameters", "trainable_parameters", "Freeze_Layers"],
+)  # fmt: skip
+@pytest.mark.parametrize("beside", [{}, {"freeze_parameters": []}, {"freeze_parameters": ["a"]}])
+def test_case_26_keys_that_look_like_it_are_refused(key: str, beside: dict[str, Any]) -> None:
+    node = {"optimizer_config": {}, key: PATTERNS, **beside}
+    fields = {name: (Any, value) for name, value in node.items()}
+    kinds = [
+        node,
+        OmegaConf.create(node),
+        SimpleNamespace(**node),
+        dataclasses.make_dataclass("Slots", list(node), slots=True)(**node),
+        pydantic.create_model("Model", **fields)(),
+        type("Class", (), node),
+    ]
+    for kind in kinds:
+        with pytest.raises(
+            FreezeConfigError, match=f"the config itself has {key}, which is not read: call it"
+        ):
+            read_patterns(kind, "policy")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [{"freeze_vision_tower": ["a"]}, {"freeze_layers": 0}, {"freeze": False}, {"frozen_params": []},
+     {"freeze_modules": None}, {"trainable_parameters": 7}, {"trainable": ["a"]}],
+)  # fmt: skip
+def test_case_26_what_is_empty_or_another_s_is_left_alone(node: dict[str, Any]) -> None:
+    assert read_patterns({"policy": node | {"unread": "???"}}, "policy") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"trainer": {"policy": {"model": {"freeze_parameters": PATTERNS}}}}, r"trainer\.policy\.model"),
+        ({"trainer": {"policy": {"freeze_parameters": [], "model": {"freeze_parameters": PATTERNS}}}},
+         r"trainer\.policy\.model"),
+        ({"trainer": {"policy": {"freeze_parameters": None}, "freeze_parameters": PATTERNS}}, "trainer"),
+        ({"trainer": {"policy": {"lr": 1}}, "freeze_parameters": PATTERNS}, "the config itself"),
+    ],
+)  # fmt: skip
+def test_case_26_a_list_one_level_off_is_refused(config: Any, place: str) -> None:
+    for kind in (config, OmegaConf.create(config)):
+        with pytest.raises(
+            FreezeConfigError, match=f"freeze_parameters stands in {place}, where it is not read"
+        ):
+            read_patterns(kind, "policy")
+
+
+@dataclasses.dataclass
+class OverAttributes(Mapping):
+    """As verl's BaseConfig: a mapping whose look-up of a missing key is an AttributeError."""
+
+    lr: float = 1e-3
+    freeze_parameters: list[str] = dataclasses.field(default_factory=list)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+    def __iter__(self) -> Any:
+        return (field.name for field in dataclasses.fields(self))
+
+    def __len__(self) -> int:
+        return len(dataclasses.fields(self))
+
+
+def test_case_26_a_mapping_that_raises_attribute_errors() -> None:
+    assert read_patterns(OverAttributes(freeze_parameters=PATTERNS), "policy") == PATTERNS
+    assert read_patterns({"trainer": {"policy": OverAttributes()}}, "policy") == []
 
 
 def test_a_name_in_place_of_a_node_is_no_node() -> None:

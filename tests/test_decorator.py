@@ -1,11 +1,14 @@
 """The decorator: what it keeps of what it decorates, where it looks, and the order of events."""
 
+import abc
 import asyncio
 import copy
+import dataclasses
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +114,8 @@ def test_every_kind_of_factory_freezes(kind: str) -> None:
 def test_what_is_decorated_stays_what_it_was(kind: str) -> None:
     decorated = KINDS[kind]()
     bare = decorated.__wrapped__
+    if hasattr(decorated, "__self__"):
+        bare = MethodType(bare, decorated.__self__)
     assert inspect.signature(decorated) == inspect.signature(bare)
     assert decorated.__name__ == bare.__name__
     assert decorated.__qualname__ == bare.__qualname__
@@ -237,7 +242,7 @@ def test_after_any_error_the_model_is_as_it_was(
         with_freezing("policy", patterns=patterns)(factory)(model)
     assert flags(model) == before
     assert not moved(model, weights)
-    assert frozen_opt.metrics() == {}
+    assert frozen_opt.report("policy").parameter_count == 0
 
 
 def test_a_failing_coroutine_is_rolled_back_as_well() -> None:
@@ -429,6 +434,230 @@ def test_the_error_names_what_the_factory_returned() -> None:
         with_freezing("policy", patterns=GATES)(lambda model: None)(transformer())
 
 
-def test_a_decorator_without_a_role_is_an_error_at_once() -> None:
+@pytest.mark.parametrize("arguments", [(transformer(),), (transformer(), CONFIG)])
+def test_a_decorator_without_a_role_is_an_error(arguments: Any) -> None:
+    @with_freezing
+    def factory(model: nn.Module, config: Any = None) -> None: ...
+
     with pytest.raises(TypeError, match=r'write @with_freezing\("policy"\)'):
-        with_freezing(lambda model: None)  # type: ignore[arg-type]
+        factory(*arguments)
+
+
+# Where trainers keep things.
+
+
+class Trainer24:
+    """Keeps its model, its config and its optimizer to itself."""
+
+    def __init__(self, role: str = "policy", patterns: list[str] = GATES) -> None:
+        self.role, self.cfg = role, {role: {"freeze_parameters": patterns}}
+        self.model = transformer()
+        self.optimizer: Any = None
+
+    @with_freezing("self.role")
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        return optimizer_of(model or self.model)
+
+    @with_freezing("self.role")
+    def setup(self) -> None:
+        self.optimizer = optimizer_of(self.model)
+
+    @with_freezing("self.role")
+    def setup_several(self) -> None:
+        self.optimizers = [optimizer_of(self.model)]
+
+    @with_freezing("self.role")
+    def forget(self) -> None:
+        self.optimizer = optimizer_of(nn.Linear(1, 1))
+        del self.optimizer
+
+    @with_freezing("self.role")
+    def naive(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+
+    @with_freezing("self.role")
+    def inference_only(self) -> tuple[Any, None, None]:
+        return self.model, None, None
+
+    @with_freezing("self.role")
+    def inference_only_in_place(self) -> None:
+        self.optimizer = None
+
+    @with_freezing("self.role")
+    def strategy(self, *models_or_pairs: Any) -> Any:
+        return [(model, optimizer_of(model), None) for model, *_ in models_or_pairs]
+
+
+@pytest.mark.parametrize("attribute", ["model", "module", "models"])
+def test_case_24_the_model_of_self(attribute: str) -> None:
+    trainer = Trainer24()
+    model = trainer.__dict__.pop("model")
+    setattr(trainer, attribute, [model] if attribute == "models" else model)
+    with_freezing("policy")(_of_self)(trainer)
+    assert frozen_in(model) == 2
+
+
+def _of_self(self: Any) -> torch.optim.Optimizer:
+    return optimizer_of(*[v for v in vars(self).values() if isinstance(v, nn.Module | list)])
+
+
+@pytest.mark.parametrize("call", ["create_optimizer", "setup", "setup_several"])
+def test_case_24_methods_that_keep_model_and_optimizer_in_self(call: str) -> None:
+    trainer = Trainer24()
+    getattr(trainer, call)()
+    assert frozen_in(trainer.model) == 2
+    other = transformer()
+    trainer.create_optimizer(other)
+    assert frozen_in(other) == 2
+
+
+def test_case_24_the_optimizer_in_self_is_proved_like_any() -> None:
+    trainer = Trainer24()
+    with pytest.raises(frozen_opt.FrozenParameterInOptimizerError):
+        trainer.naive()
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match="finds no optimizer that it can check"):
+        trainer.forget()
+    assert frozen_in(trainer.model) == 0
+
+
+@pytest.mark.parametrize("call", ["inference_only", "inference_only_in_place"])
+def test_case_24_a_factory_that_builds_no_optimizer(call: str, logs: list[Any]) -> None:
+    trainer = Trainer24()
+    getattr(trainer, call)()
+    assert frozen_in(trainer.model) == 2
+    assert frozen_opt.metrics("policy")["frozen_parameter_count"] == 2
+    assert not frozen_opt.report("policy").has_optimizer
+    assert logs[-1]["message"].endswith("; the factory built no optimizer")
+
+
+def test_case_27_the_only_module_in_a_tuple_of_arguments() -> None:
+    trainer, model = Trainer24(), transformer()
+    trainer.strategy((model, None, None))
+    assert (frozen_in(model), frozen_in(trainer.model)) == (2, 0)
+    with pytest.raises(frozen_opt.FreezeConfigError, match="several arguments might be the model"):
+        trainer.strategy((model, None, None), (transformer(), None, None))
+
+
+def test_case_27_none_as_the_list_is_an_empty_list() -> None:
+    model = transformer()
+    optimizer = with_freezing("policy", patterns=None)(optimizer_of)(model)
+    assert optimizer is not None
+    assert frozen_in(model) == 0
+
+
+def test_case_25_one_class_serves_several_roles() -> None:
+    actor, critic = Trainer24("actor"), Trainer24("critic", ["head.weight"])
+    actor.setup()
+    critic.setup()
+    assert frozen_opt.metrics("actor")["frozen_parameter_count"] == 2
+    assert frozen_opt.metrics("critic")["frozen_parameter_count"] == 1
+    assert list(frozen_opt.metrics())[::2] == [
+        "actor/frozen_parameter_count",
+        "critic/frozen_parameter_count",
+    ]
+
+    @with_freezing(lambda call: call["name"], patterns=GATES)
+    def by_callable(model: nn.Module, name: Any) -> torch.optim.Optimizer:
+        return optimizer_of(model)
+
+    by_callable(transformer(), "reference")
+    assert frozen_opt.report("reference").parameter_count == 2
+    for name in (None, "", 3):
+        with pytest.raises(frozen_opt.FreezeConfigError, match="the role of this call is"):
+            by_callable(transformer(), name)
+
+
+def test_case_25_a_path_to_no_role_is_an_error() -> None:
+    with pytest.raises(
+        frozen_opt.FreezeConfigError, match=r"with_freezing\('self\.rule'\): the role of this call"
+    ):
+        with_freezing("self.rule", patterns=GATES)(Trainer24().setup)()
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer of optimizers, as torchtitan's: its constructor is the factory."""
+
+    @with_freezing("policy", patterns=GATES)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(trainable_parameters(model), {})
+        self.parts = [torch.optim.SGD(trainable_parameters(model))]
+
+
+class Careless(Container):
+    @with_freezing("policy", patterns=GATES)
+    def __init__(self, model: nn.Module) -> None:
+        torch.optim.Optimizer.__init__(self, trainable_parameters(model), {})
+        self.parts = [torch.optim.SGD(model.parameters())]
+
+
+def test_case_24_a_constructor_is_a_factory_of_self() -> None:
+    model = transformer()
+    assert isinstance(Container(model), Container)
+    assert frozen_in(model) == 2
+    frozen_opt.reset()
+    model = transformer()
+    with pytest.raises(frozen_opt.FrozenParameterInOptimizerError):
+        Careless(model)
+    assert frozen_in(model) == 0
+
+
+class Called:
+    """A callable object, with a config of its own."""
+
+    cfg = CONFIG
+
+    def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
+        return optimizer_of(model)
+
+
+def sgd_of(model: nn.Module, config: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trainable_parameters(model), lr=lr)
+
+
+def test_case_24_partials_and_callable_objects() -> None:
+    models = [transformer() for _ in range(3)]
+    with_freezing("policy")(functools.partial(sgd_of, config=CONFIG))(models[0])
+    with_freezing("policy")(functools.partial(functools.partial(sgd_of, models[1]), lr=1.0))(CONFIG)
+    decorated = with_freezing("policy")(Called())
+    assert inspect.signature(decorated) == inspect.signature(Called())
+    assert "cfg" not in vars(decorated)
+    decorated(models[2])
+    assert [frozen_in(model) for model in models] == [2, 2, 2]
+
+
+class Abstract(abc.ABC):
+    cfg = CONFIG
+
+    @abc.abstractmethod
+    @with_freezing("policy")
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return optimizer_of(model)
+
+
+class Concrete(Abstract):
+    @with_freezing("policy")
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return super().build(model)
+
+
+def test_case_24_abstract_and_nested() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract()  # type: ignore[abstract]
+    model = transformer()
+    Concrete().build(model)
+    assert frozen_in(model) == 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    cfg: Any = dataclasses.field(default_factory=lambda: CONFIG)
+
+    @with_freezing("policy")
+    def build(this, model: nn.Module) -> torch.optim.Optimizer:
+        return optimizer_of(model)
+
+
+def test_case_24_slots_and_another_name_for_self() -> None:
+    model = transformer()
+    Slotted().build(model)
+    assert frozen_in(model) == 2

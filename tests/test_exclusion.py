@@ -266,16 +266,14 @@ def test_neighbours_in_one_storage_are_no_tie() -> None:
     with_freezing("policy", patterns=PATTERNS)(lambda model: sgd(trainable_parameters(model)))(model)
 
 
-def test_what_a_hook_froze_a_factory_with_an_empty_list_must_not_hold() -> None:
-    model = transformer()
+def test_what_a_role_froze_of_one_model_its_optimizer_of_another_must_not_hold() -> None:
+    model, other = transformer(), transformer()
     frozen_opt.freezing_hook("policy", PATTERNS)(model)
     decorate = with_freezing("policy", patterns=[])
     with pytest.raises(FrozenParameterInOptimizerError, match=r"which this role froze before"):
-        decorate(lambda model: sgd(model.parameters()))(model)
-    decorate(lambda model: sgd(trainable_parameters(model)))(model)
-    assert frozen_opt.metrics()["policy/frozen_parameter_count"] == 3
-    model.requires_grad_(True)  # to train them again is a choice
-    decorate(lambda model: sgd(model.parameters()))(model)
+        decorate(lambda other: sgd([*model.parameters(), *other.parameters()]))(other)
+    decorate(lambda other: sgd(trainable_parameters([model, other])))(other)
+    assert frozen_opt.metrics()["policy/frozen_parameter_count"] == 3  # of the first model, as before
 
 
 def test_a_role_may_freeze_several_models_and_forgets_none() -> None:
@@ -327,6 +325,54 @@ def test_a_parameter_registered_anew_and_frozen_is_fine_and_put_back_after_an_er
     assert all(flags(model).values())
     decorated(model, fail=False)
     assert not model.embedding.weight.requires_grad
+
+
+class Untying:
+    """Factories that load a state as FSDP2 loaders do: each name gets a parameter of its own."""
+
+    @staticmethod
+    def load(model: nn.Module) -> None:
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+    @classmethod
+    def and_frozen(cls, model: nn.Module) -> torch.optim.Optimizer:
+        cls.load(model)
+        return sgd(trainable_parameters(model))
+
+    @classmethod
+    def and_thawed(cls, model: nn.Module) -> torch.optim.Optimizer:
+        cls.load(model)
+        model.head.weight.requires_grad_(True)
+        return sgd(trainable_parameters(model))
+
+
+@pytest.mark.parametrize("pattern", ["head.weight", "embedding.weight"])
+def test_case_29_both_halves_of_a_tie_that_the_factory_broke_stay_frozen(
+    pattern: str, logs: list[Any]
+) -> None:
+    model = transformer(tied=True)
+    decorate = with_freezing("policy", patterns=[pattern])
+    optimizer = decorate(Untying.and_frozen)(model)
+    assert model.head.weight is not model.embedding.weight
+    report = frozen_opt.report("policy")
+    assert report.names == ("embedding.weight", "head.weight")
+    assert (report.element_count, report.ties) == (2 * 88, {})
+    assert report.untied == {"head.weight": "embedding.weight"}
+    assert "head.weight was tied to embedding.weight, and the factory broke the tie" in logs[-1]["message"]
+    before = snapshot(model)
+    train(model, optimizer)
+    assert set(before) - moved(model, before) == set(report.names)
+    report.verify(model, optimizer)
+    decorate(lambda model: optimizer)(model)  # again: there is no tie any more
+    assert frozen_opt.report("policy").names == (pattern,)
+
+
+def test_case_29_a_half_that_comes_up_trainable_is_caught() -> None:
+    model = transformer(tied=True)
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"holds 1 frozen parameters: head\.weight"):
+        with_freezing("policy", patterns=["embedding.weight"])(Untying.and_thawed)(model)
+    assert all(flags(model).values())
 
 
 def test_case_16_empty_groups_are_accepted_and_frozen_ones_caught() -> None:

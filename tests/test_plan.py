@@ -22,7 +22,7 @@ def test_planning_changes_nothing_and_applying_freezes() -> None:
     model = transformer()
     plan = frozen_opt.plan_freezing(model, ["*.gate.weight", "!layers.1.*"], role="policy")
     assert all(flags(model).values())
-    assert frozen_opt.metrics() == {}
+    assert frozen_opt.report("policy").parameter_count == 0
     assert (plan.names, plan.parameter_count, plan.element_count) == (("layers.0.mlp.gate.weight",), 1, 16)
     report = plan.apply()
     assert [name for name, flag in flags(model).items() if not flag] == list(plan.names)
@@ -149,11 +149,24 @@ def test_parts_of_a_model_merge_in_model_order(parts: int, random: object) -> No
 def test_a_plan_that_the_model_has_outlived_freezes_nothing() -> None:
     model = transformer()
     plan = frozen_opt.plan_freezing(model, ["embedding.weight", "head.weight"], role="policy")
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    with pytest.raises(frozen_opt.FreezeConfigError, match=r"come in the place of head\.weight.*plan again"):
+    kept = model.head
+    model.head = nn.Linear(8, 11, bias=False)
+    with pytest.raises(
+        frozen_opt.FreezeConfigError, match=r"modules of head\.weight were replaced: plan again"
+    ):
         plan.apply()
     assert all(flags(model).values())
-    assert frozen_opt.metrics() == {}
+    assert kept.weight.requires_grad
+    assert frozen_opt.report("policy").parameter_count == 0
+
+
+def test_a_plan_freezes_what_stands_in_the_place_by_now() -> None:
+    """Sharding and loading register other tensors under the attributes that were planned for."""
+    model = transformer()
+    plan = frozen_opt.plan_freezing(model, ["head.weight"], role="policy")
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    plan.apply()
+    assert not model.head.weight.requires_grad
 
 
 def test_a_plan_keeps_no_parameter_alive_and_prints_none() -> None:

@@ -1,16 +1,21 @@
 """Reports, metrics and the log."""
 
+import gc
 import itertools
 import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import frozen_opt
-from frozen_opt.names import trainable_parameters
+from frozen_opt import with_freezing
 from frozen_opt.log import fold
+from frozen_opt.names import trainable_parameters
+from frozen_opt.report import frozen_so_far, optimizers_elsewhere
 from tests.models import transformer
 
 
@@ -73,6 +78,9 @@ def test_one_record_a_role_with_everything_in_it(logs: list[Any]) -> None:
         "patterns": ["*.gate.weight", "head.weight"],
         "names": list(report.names),
         "ties": {"embedding.weight": ["head.weight"]},
+        "mapped": {},
+        "untied": {},
+        "thawed": [],
         "policy/frozen_parameter_count": 3,
         "policy/frozen_element_count": 120,
     }
@@ -94,8 +102,6 @@ def test_a_hook_and_then_a_decorated_factory_log_and_count_once(logs: list[Any])
 
     @frozen_opt.with_freezing("policy", patterns=patterns)
     def factory(model: Any) -> Any:
-        import torch
-
         return torch.optim.SGD(trainable_parameters(model))
 
     factory(model)
@@ -111,16 +117,41 @@ def test_another_freeze_of_the_role_is_logged_again(logs: list[Any]) -> None:
     assert frozen_opt.report("policy").names == ("head.weight",)
 
 
-def test_metrics_have_the_roles_that_called() -> None:
-    assert frozen_opt.metrics() == {}
+def test_case_28_metrics_have_the_roles_that_called_and_never_lack_a_key() -> None:
+    none = {"policy/frozen_parameter_count": 0, "policy/frozen_element_count": 0}
+    assert frozen_opt.metrics() == none
+    assert frozen_opt.metrics("critic") == {"frozen_parameter_count": 0, "frozen_element_count": 0}
+    assert frozen_opt.report("critic").parameter_count == 0
     frozen_opt.freeze_parameters(transformer(), ["head.weight"], role="policy")
     assert frozen_opt.metrics() == {"policy/frozen_parameter_count": 1, "policy/frozen_element_count": 88}
     frozen_opt.freeze_parameters(transformer(), [], role="critic")
     assert frozen_opt.metrics()["critic/frozen_parameter_count"] == 0
+    assert frozen_opt.metrics("policy") == {"frozen_parameter_count": 1, "frozen_element_count": 88}
     frozen_opt.reset()
-    assert frozen_opt.metrics() == {}
-    with pytest.raises(KeyError, match="nothing was frozen for role 'policy'"):
-        frozen_opt.report("policy")
+    assert frozen_opt.metrics() == none
+
+
+def test_case_40_calling_again_and_again_adds_nothing_to_the_memory() -> None:
+    model = transformer()
+
+    def remembered(calls: int) -> tuple[int, int]:
+        for _ in range(calls):
+            frozen_opt.freeze_parameters(model, ["*.mlp.*"], role="policy")
+            with_freezing("critic", patterns=[])(lambda model: torch.optim.SGD(model.parameters()))(
+                nn.Linear(1, 1)
+            )
+        gc.collect()  # optimizers hold themselves by the hooks of torch
+        return sum(1 for _ in frozen_so_far()), sum(1 for _ in optimizers_elsewhere("policy"))
+
+    assert remembered(1) == remembered(50) == (6, 0)
+
+
+def test_a_model_that_is_gone_leaves_the_memory() -> None:
+    frozen_opt.freeze_parameters(transformer(), ["head.weight"], role="policy")
+    gc.collect()
+    assert not list(frozen_so_far())
+    frozen_opt.freeze_parameters(transformer(), [], role="policy")
+    assert frozen_opt.metrics("policy")["frozen_parameter_count"] == 0
 
 
 def test_another_model_of_the_role_is_logged_as_well(logs: list[Any]) -> None:
