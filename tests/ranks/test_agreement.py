@@ -1,6 +1,9 @@
 """Ranks that agree: the same counts or the same error on each of them, and none left waiting."""
 
+import re
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -212,16 +215,15 @@ def test_a_group_agrees_by_itself() -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """Every collective of torch.distributed, and how many bytes this rank gave to it."""
+    """Every collective of torch.distributed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
-            tensors = args[1] if "allgather" in function.__name__ else args[0]
-            self.seen.append((function.__name__.split(".")[0], sum(tensor.nbytes for tensor in tensors)))
+            self.seen.append(function.__name__)
         return function(*args, **(kwargs or {}))
 
 
@@ -229,32 +231,129 @@ def counted() -> Any:
     def replica() -> nn.Module:
         return nn.ModuleDict({f"a_rather_long_name_{index}": nn.Linear(2, 2) for index in range(200)})
 
-    found = {}
-    with Collectives() as collectives:
+    def call() -> None:
         decorated(replica(), [])
-    found["empty"] = collectives.seen
-    with Collectives() as collectives:
         decorated(replica(), ["*.bias"])
-    found["replicas"] = collectives.seen
-    with Collectives() as collectives:
         frozen_opt.plan_freezing(replica(), ["*.weight"], role="policy")
-    found["plan"] = collectives.seen
-    with Collectives() as collectives:
         decorated(stage(), ["layers.*.bias"])
-    found["stages"] = collectives.seen
-    return found
+        with pytest.raises(frozen_opt.UnmatchedPatternError):
+            decorated(stage(), ["nowhere"])
+        with pytest.raises(frozen_opt.FrozenParameterInOptimizerError):
+            frozen_opt.with_freezing("critic", patterns=["layers.*.bias"])(
+                lambda model: torch.optim.SGD(model.parameters())
+            )(stage())
+
+    store = dist.distributed_c10d._get_default_store()
+    with Collectives() as collectives:
+        for _ in range(8):
+            call()
+            frozen_opt.reset()
+    counts = []
+    for _ in range(3):
+        call()
+        dist.barrier()  # the last rank of a call deletes what it left
+        counts.append(store.num_keys())
+        dist.barrier()
+    return collectives.seen, counts
 
 
-def test_a_fixed_number_of_small_collectives() -> None:
-    agree, compare = ("allreduce_", 24), ("allgather_", 24)  # three integers each
-    for found in run_ranks(counted, 3, timeout=LIMIT):
-        assert found["empty"] == []
-        assert found["replicas"] == [agree, compare, agree]  # 200 names, and none travels
-        assert found["plan"] == [agree, compare]
-        *_, (kind, size), last = found["stages"]
-        assert found["stages"] == [agree, compare, (kind, size), last]
-        assert (kind, last) == ("allreduce_", agree)
-        assert size < 3 * 100  # the three ranks' names, each once
+def test_no_collective_and_nothing_piles_up_in_the_store() -> None:
+    for collectives, counts in run_ranks(counted, 3, timeout=LIMIT):
+        assert collectives == []
+        assert len(set(counts)) == 1
+
+
+def failing_inside_a_collective() -> tuple[float, str, str, bool]:
+    model = stage()
+    shared = torch.full((3,), float(dist.get_rank()))
+
+    @frozen_opt.with_freezing("policy", patterns=["layers.*.bias"])
+    def load(model: nn.Module) -> torch.optim.Optimizer:
+        if dist.get_rank() == 0:
+            raise MemoryError("no memory left on this rank")
+        dist.broadcast(shared, 0)  # as FSDP2's loading of a full state does
+        return build(model, [])
+
+    before, start = flags(model), time.monotonic()
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        load(model)
+    seconds = time.monotonic() - start
+    if dist.get_rank() == 0:
+        time.sleep(2)
+        dist.broadcast(shared, 0)  # a launcher would end the others
+    return seconds, type(caught.value).__name__, str(caught.value), flags(model) == before
+
+
+def test_case_22_a_rank_that_fails_waits_for_nobody() -> None:
+    failed, waited = run_ranks(failing_inside_a_collective, 2, timeout=LIMIT)
+    assert failed[0] < waited[0] < 5
+    assert failed[1:] == ("MemoryError", "no memory left on this rank", True)
+    assert waited[1] == "FreezingError"
+    assert "rank 0 failed with MemoryError: no memory left on this rank" in waited[2]
+    assert waited[3]
+
+
+def both_fail() -> tuple[str, str, list[str]]:
+    @frozen_opt.with_freezing("policy", patterns=["layers.*.bias"])
+    def load(model: nn.Module) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+        raise ValueError(f"on rank {dist.get_rank()}")
+
+    with pytest.raises(ValueError, match="on rank") as caught:
+        load(stage())
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "__notes__", [])
+
+
+def test_case_22_each_rank_raises_its_own_and_names_the_first() -> None:
+    first, second = run_ranks(both_fail, 2, timeout=LIMIT)
+    assert first == ("ValueError", "on rank 0", [])
+    assert second[:2] == ("ValueError", "on rank 1")
+    assert "Before that: role 'policy': rank 0 failed with ValueError: on rank 0" in second[2][0]
+
+
+def empty_on_one_rank(first: bool) -> tuple[float, str]:
+    model, empty = stage(), (dist.get_rank() == 0) == first
+    if empty:
+        start = time.monotonic()
+        decorated(model, [])
+        seconds = time.monotonic() - start
+        time.sleep(1)
+        return seconds, ""
+    time.sleep(0.5 * first)
+    start = time.monotonic()
+    kind, text = outcome(lambda: decorated(model, ["layers.*.bias"]), model)
+    return time.monotonic() - start, f"{kind}: {text}"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_case_22_an_empty_list_on_one_rank_alone_is_an_error_on_the_others(first: bool) -> None:
+    results = run_ranks(empty_on_one_rank, 2, first, timeout=LIMIT)
+    (waited, nothing), (seconds, text) = results if first else results[::-1]
+    assert waited < 5
+    assert nothing == ""
+    assert seconds < 5
+    other = 0 if first else 1
+    assert text == (
+        f"FreezeConfigError: role 'policy': the list of rank {other} is empty, and that of rank "
+        f"{1 - other} is ['layers.*.bias']. Every rank must read the same config"
+    )
+
+
+def no_call_on_one_rank() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    dist.distributed_c10d._get_process_group_store(group).set_timeout(timedelta(seconds=2))
+    with pytest.raises(frozen_opt.FreezingError) as caught:
+        frozen_opt.freeze_parameters(stage(), ["layers.*.bias"], role="policy", group=group)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_calls_is_waited_for_as_long_as_the_group_waits() -> None:
+    text, _ = run_ranks(no_call_on_one_rank, 2, timeout=LIMIT)
+    assert re.search(r"rank 0 waited 2 s for the others. Every rank of the group must call", text)
 
 
 def malformed_on_one_rank(how: str) -> tuple[str, str]:

@@ -60,6 +60,42 @@ def test_case_05_frozen_after_wrapping_is_refused() -> None:
     run_ranks(refused, 2, timeout=30)
 
 
+def inside_alone() -> None:
+    """As Lightning's DDP strategy has it: it wraps the module before it asks for the optimizer."""
+    model = qwen.build()
+    ddp = DistributedDataParallel(model)
+    for part, lists in ((model, qwen.CONFIG), (model.model, qwen.CONFIG), (nn.ModuleList([model]), qwen.CONFIG)):
+        before = flags(model)
+        # Without `_note` it is accepted, and the second of three steps fails: "Expected to have finished
+        # reduction in the prior iteration before starting a new one".
+        with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"already wraps .*freeze before wrapping"):
+            qwen.build_policy_optimizer(part, lists)
+        assert flags(model) == before
+    del ddp  # by its own cycles it lives on, until the garbage collector comes
+    qwen.build_policy_optimizer(model, qwen.CONFIG)
+    DistributedDataParallel(model)  # over what was frozen before
+    frozen_opt.reset()
+    qwen.build_policy_optimizer(model, qwen.CONFIG)
+
+
+def test_case_32_the_inside_of_a_ddp_is_refused_like_the_ddp() -> None:
+    run_ranks(inside_alone, 2, timeout=60)
+
+
+def inside_of_a_tolerant_one() -> qwen.Run:
+    model = qwen.build()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = qwen.build_policy_optimizer(model, qwen.CONFIG)
+    return qwen.train(ddp, optimizer, data=(dist.get_rank(), 2))
+
+
+def test_case_32_the_inside_of_a_ddp_that_looks_for_unused_parameters_trains() -> None:
+    expected = qwen.reference()
+    for run in run_ranks(inside_of_a_tolerant_one, 2, timeout=60):
+        assert run.changed == expected.changed
+        assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
 def accepted() -> dict[str, qwen.Run]:
     def unused() -> nn.Module:
         return DistributedDataParallel(qwen.build(), find_unused_parameters=True)
