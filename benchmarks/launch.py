@@ -36,17 +36,22 @@ multiprocessing.set_forkserver_preload(
 
 def run_ranks(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
     """Call a module-level function on each rank, and return what each returned, in the order of ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (count, folder, function, arguments), nprocs=count, start_method="forkserver")
+        start_processes(
+            _rank, (count, store.port, folder, function, arguments), nprocs=count, start_method="forkserver"
+        )
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(count)]
 
 
-def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:
+def _rank(
+    rank: int, count: int, port: int, folder: str, function: Callable[..., Any], arguments: Any
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch and DeepSpeed about themselves; they would hide the progress
     logging.disable(logging.WARNING)
-    store = dist.FileStore(str(Path(folder, "store")), count)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120))
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         result = function(*arguments)

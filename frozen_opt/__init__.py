@@ -14,6 +14,7 @@ from frozen_opt.errors import (
     UnsupportedBackendError,
 )
 from frozen_opt.hook import freezing_hook
+from frozen_opt.migration import migrate_optimizer_state
 from frozen_opt.names import (
     named_parameters,
     register_wrapper,
@@ -23,7 +24,6 @@ from frozen_opt.names import (
 from frozen_opt.patching import decorate
 from frozen_opt.plan import FreezePlan, freeze_parameters, plan_freezing
 from frozen_opt.report import FreezeReport, metrics, report, reset
-from frozen_opt.resume import migrate_optimizer_state
 
 __all__ = [
     "Backend",

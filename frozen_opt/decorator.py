@@ -147,7 +147,7 @@ def _around(
     with plan.frozen():
         yield call
         proof = plan.prove(find_built(factory, arguments, call.result))
-    plan.record(proof)
+    plan.leave_traces(proof, plan.record(proof))
 
 
 def _built_or_none(factory: Callable[..., Any], arguments: Arguments, result: object) -> Any:

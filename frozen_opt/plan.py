@@ -40,7 +40,9 @@ from frozen_opt.report import (
     record,
     record_none,
 )
+from frozen_opt.resume import parameters_once
 from frozen_opt.selection import NameMap, Selection, Selector, closest_names
+from frozen_opt.trace import leave_trace
 
 
 class Proof(NamedTuple):
@@ -139,6 +141,13 @@ class FreezePlan(Frozen):
         everywhere = self._agreement.share(untied, self.patterns)
         broken = {name: other for found in everywhere for name, other in found.items()}
         return Proof(optimizers, broken, backend, built=bool(optimizers))
+
+    def leave_traces(self, proof: Proof, report: FreezeReport) -> None:
+        """Let the states of the optimizers tell this list; see `trace`."""
+        if report.names and proof.optimizers:
+            names = {id(parameter): name for name, parameter in parameters_once(self._chunks).items()}
+            for optimizer, _ in proof.optimizers:
+                leave_trace(optimizer, report, names)
 
     def record(self, proof: Proof) -> FreezeReport:
         """Remember and log what is frozen now."""

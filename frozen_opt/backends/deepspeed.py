@@ -57,6 +57,15 @@ class DeepSpeedBackend(Backend):
             "builds the optimizer and calls it)"
         )
 
+    def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
+        if walk.classes.isdisjoint((_ENGINE,)) and not _marked(walk.parameters):
+            return None  # no engine has taken the optimizer over yet
+        return (
+            f"DeepSpeed's optimizer was built without {listing([found.name for found in thawed])}, which the "
+            "list no longer freezes, and can't take it in: call with the new list on the bare model "
+            "(engine.module), and deepspeed.initialize it anew"
+        )
+
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         return plain.surprises(walk, matched)
 

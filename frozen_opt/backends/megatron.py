@@ -53,6 +53,19 @@ class MegatronBackend(Backend):
             return _TOO_LATE.format(names=listing(names))
         return None
 
+    def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
+        held: set[int] = set()
+        wrapped = False
+        for wrapper in walk.wrappers:
+            if _is_a(wrapper, _DDP, *_MEGATRON_FSDP):
+                wrapped = True
+                held |= set(map(id, _in_gradient_buffers(wrapper))) if _is_a(wrapper, _DDP) else set()
+        if not wrapped and not any(hasattr(parameter, "main_grad") for parameter in walk.parameters):
+            return None
+        if names := [found.name for found in thawed if id(found.parameter) not in held]:
+            return _NO_PLACE.format(names=listing(names))
+        return None
+
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
         return [*_expert_bias(matched), *_recompute(walk, matched)]
 
@@ -82,6 +95,11 @@ _TOO_LATE = (
     "that memory, and the distributed optimizer would fail on it. Freeze before wrapping: "
     "provider.register_pre_wrap_hook(frozen_opt.freezing_hook(role, patterns)) on Megatron-Bridge, else "
     "frozen_opt.freeze_parameters(chunks, patterns, role=role) before DistributedDataParallel"
+)
+_NO_PLACE = (
+    "Megatron wrapped the model while {names} was frozen, which the list no longer freezes: it has no place "
+    "in the gradient buffers, and would not train. Call with the new list on the bare chunks, and wrap them "
+    "anew"
 )
 _CANT_HOLD = (
     "Megatron-FSDP holds {names}, and it can't hold frozen parameters: it puts a gradient hook on each. "
