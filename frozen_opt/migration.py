@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ def migrate_optimizer_state(
             place of names and comes from an optimizer that no decorated factory built.
 
     Returns:
-        A state for `optimizer.load_state_dict`; for a list or mapping of optimizers one of states.
+        A state for `optimizer.load_state_dict`; for a list or mapping of optimizers one of states. What
+        `FSDP.optim_state_dict` gave comes back in that form, for `FSDP.optim_state_dict_to_load`.
 
     Raises:
         FreezeConfigError: The state is no torch optimizer's, the names of its parameters can't be told, or
@@ -68,7 +70,12 @@ def migrate_optimizer_state(
             for key, name in zip(group["params"], members, strict=True):
                 origins[names.get(name, name)] = _Origin(group, part["state"].get(key))
         start += len(groups)
-    return _moved(origins, optimizer, model)
+    result = _moved(origins, optimizer, model)
+    if not any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters_once(model).values()):
+        return result
+    if not isinstance(saved_state, Mapping) or not any(isinstance(key, str) for key in saved_state["state"]):
+        return result
+    return _for_fsdp1(result, optimizer_names(optimizer, model))
 
 
 def _moved(origins: Mapping[str, _Origin], optimizer: Any, model: Model) -> Any:
@@ -93,6 +100,24 @@ def _moved(origins: Mapping[str, _Origin], optimizer: Any, model: Model) -> Any:
             if name in origins and origins[name].state is not None:
                 result["state"][key] = origins[name].state
     return result
+
+
+def _for_fsdp1(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """By names and whole, as `FSDP.optim_state_dict_to_load` takes it, which makes the shards."""
+    groups = state["param_groups"]
+    name_of = dict(zip(chain(*(group["params"] for group in groups)), chain(*names), strict=True))
+    if fresh := [name for key, name in name_of.items() if key not in state["state"]]:
+        raise UnsupportedBackendError(
+            f"FSDP.optim_state_dict_to_load wants a state for each parameter, and {listing(fresh)} was "
+            "frozen then: build the optimizer with the list of the checkpoint, load, call the factory with the new "
+            "list, and move what optimizer.state_dict() gives"
+        )
+    return {
+        "state": {name_of[key]: each for key, each in state["state"].items()},
+        "param_groups": [
+            {**group, "params": list(members)} for group, members in zip(groups, names, strict=True)
+        ],
+    }
 
 
 def _parts(saved_state: Any, names: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from frozen_opt.backends import Backend
 from frozen_opt.backends.ddp import wrapped_too_early, wrapped_without
 from frozen_opt.backends.plain import build_optimizer, surprises
-from frozen_opt.errors import UnsupportedBackendError, listing
+from frozen_opt.errors import UnsupportedBackendError
 from frozen_opt.names import Found, Walk
 
 __all__ = ["FSDPBackend", "build_optimizer"]
@@ -53,12 +53,6 @@ class FSDPBackend(Backend):
         return wrapped_too_early(walk, matched)  # DDP may wrap what FSDP has sharded in part
 
     def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
-        if names := [found.name for found in thawed if _from_flat(found.parameter)]:
-            return (
-                f"FullyShardedDataParallel (FSDP1) laid out its flat parameters while {listing(names)} was "
-                "frozen, which the list no longer freezes, and would not train it: take the model out of "
-                "FSDP1, call with the new list, and wrap it anew, or use FSDP2"
-            )
         return wrapped_without(walk, thawed)
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:

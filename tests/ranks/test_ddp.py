@@ -64,11 +64,17 @@ def inside_alone() -> None:
     """As Lightning's DDP strategy has it: it wraps the module before it asks for the optimizer."""
     model = qwen.build()
     ddp = DistributedDataParallel(model)
-    for part, lists in ((model, qwen.CONFIG), (model.model, qwen.CONFIG), (nn.ModuleList([model]), qwen.CONFIG)):
+    for part, lists in (
+        (model, qwen.CONFIG),
+        (model.model, qwen.CONFIG),
+        (nn.ModuleList([model]), qwen.CONFIG),
+    ):
         before = flags(model)
         # Without `_note` it is accepted, and the second of three steps fails: "Expected to have finished
         # reduction in the prior iteration before starting a new one".
-        with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"already wraps .*freeze before wrapping"):
+        with pytest.raises(
+            frozen_opt.UnsupportedBackendError, match=r"already wraps .*freeze before wrapping"
+        ):
             qwen.build_policy_optimizer(part, lists)
         assert flags(model) == before
     del ddp  # by its own cycles it lives on, until the garbage collector comes

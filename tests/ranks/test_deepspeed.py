@@ -315,9 +315,11 @@ def other_optimizers() -> None:
 
     model = qwen.build()
     with pytest.raises(frozen_opt.UnsupportedBackendError, match="holds none of the model's parameters"):
-        frozen_opt.with_freezing("policy", patterns=qwen.PATTERNS)(Opaque)(model)
+        frozen_opt.with_freezing("policy", patterns=qwen.PATTERNS)(lambda model: Opaque(model))(model)
     assert all(flags(model))
-    frozen_opt.with_freezing("policy", patterns=[])(Opaque)(model)  # nothing to prove, nothing in the way
+    frozen_opt.with_freezing("policy", patterns=[])(lambda model: Opaque(model))(
+        model
+    )  # nothing to prove, nothing in the way
 
     # What FusedAdam is wrapped in on stage 0; it would be compiled first.
     fused = frozen_opt.with_freezing("policy", patterns=qwen.PATTERNS)(
@@ -390,7 +392,7 @@ def pipeline(stage: int) -> dict[str, Any]:
         return deepspeed.initialize(model=model, optimizer=decayed_alike(model), config=config)
 
     engine, *_ = initialize(model)
-    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"already holds 0\.weight"):
+    with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"already holds [03]\.weight"):
         frozen_opt.freeze_parameters(engine, ["0.weight", "3.weight"], role="other")
     batches = [(inputs, labels) for inputs, labels in zip(*(part.split(2) for part in data()), strict=True)]
     losses = [engine.train_batch(iter(batches)).item() for _ in range(3)]
