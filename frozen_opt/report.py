@@ -6,7 +6,6 @@ that a tensor that one role freezes and another role's optimizer holds is caught
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import nn
 
 from frozen_opt import ranks
 from frozen_opt.errors import printable
+from frozen_opt.folding import fold
 
 if TYPE_CHECKING:
     from frozen_opt.verify import Fingerprint
@@ -258,42 +258,3 @@ def _log(new: FreezeReport, warnings: Sequence[str]) -> None:
     logger.bind(**data).info("{}", printable(text))
     for warning in warnings:
         logger.bind(role=new.role).warning("{}: {}", new.role, warning)
-
-
-_NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
-
-
-def fold(names: Sequence[str]) -> list[str]:
-    """Names that differ in numbers alone as one text, such as `layers.{0..3,7}.gate.weight`.
-
-    Nothing is lost: writing out every combination of the numbers in braces gives the names again.
-    """
-    # The texts between numbers -> for each name that has them, its numbers.
-    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-    for name in names:
-        parts = _NUMBER.split(name)
-        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
-    lines = []
-    for texts, rows in folded.items():
-        for place in reversed(range(len(texts) - 1)):
-            # Rows that agree in all other places become one, with the set of their numbers in this place.
-            merged: dict[tuple[Any, ...], set[str]] = {}
-            for row in rows:
-                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
-            rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
-        for row in rows:
-            written = [*(_runs(values) for values in row), ""]
-            lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
-    return lines
-
-
-def _runs(values: frozenset[str]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    runs: list[list[int]] = []
-    for value in sorted(map(int, values)):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1][1:] = [value]
-        else:
-            runs.append([value])
-    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
