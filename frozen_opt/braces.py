@@ -26,25 +26,29 @@ _LARGEST = 10_000
 _DEEPEST = 20
 
 
+def elements(glob: str) -> list[str]:
+    """The glob in its elements, braces and commas among them."""
+    return _ELEMENT.findall(glob)
+
+
 def parse(glob: str) -> list[Part]:
     """The parts of a glob, its carve-out's `!` taken off.
 
     Raises:
         ValueError: Its braces are unbalanced or mean nothing; the text says what to write.
     """
-    elements = iter(_ELEMENT.findall(glob))
-    parts, end = _until(elements, depth=0)
+    parts, end = _until(iter(elements(glob)), depth=0)
     if end:
         raise ValueError(_UNBALANCED)
     return parts
 
 
-def _until(elements: Iterator[str], depth: int) -> tuple[list[Part], str]:
+def _until(rest: Iterator[str], depth: int) -> tuple[list[Part], str]:
     """Parts up to the end of an alternative, and the element that ends it; '' at the end of the glob."""
     parts: list[Part] = []
-    for element in elements:
+    for element in rest:
         if element == "{":
-            parts.append(_choice(elements, depth + 1))
+            parts.append(_choice(rest, depth + 1))
         elif element == "}" or (element == "," and depth):
             return parts, element
         else:
@@ -52,12 +56,12 @@ def _until(elements: Iterator[str], depth: int) -> tuple[list[Part], str]:
     return parts, ""
 
 
-def _choice(elements: Iterator[str], depth: int) -> Choice:
+def _choice(rest: Iterator[str], depth: int) -> Choice:
     if depth > _DEEPEST:
         raise ValueError(f"it has braces within braces, more than {_DEEPEST} deep")
     choice, end = Choice(), ","
     while end == ",":
-        parts, end = _until(elements, depth)
+        parts, end = _until(rest, depth)
         if not end:
             raise ValueError(_UNBALANCED)
         choice += _alternatives(parts)
@@ -98,9 +102,7 @@ def count(parts: Sequence[Part]) -> int:
 
 def join(parts: Sequence[Part]) -> str:
     """The parts as one glob, with as many braces as they have."""
-    return "".join(
-        part if isinstance(part, str) else "{" + ",".join(map(join, part)) + "}" for part in parts
-    )
+    return "".join(part if isinstance(part, str) else "{" + ",".join(map(join, part)) + "}" for part in parts)
 
 
 def without_braces(glob: str) -> str:

@@ -1,9 +1,9 @@
 """Globs to one automaton: which names does a list of patterns select?
 
-`fnmatch` semantics over the whole name, case-sensitive, and a shell's braces. All patterns of a list run at once, as one
-automaton that is built while it is used and remembers each step it took. A model repeats the same few
-name components thousands of times, so nearly every step is one dict look-up, and the cost of matching
-hardly depends on the number of patterns.
+`fnmatch` semantics over the whole name, case-sensitive, and a shell's braces. All patterns of a list run at
+once, as one automaton that is built while it is used and remembers each step it took. A model repeats the
+same few name components thousands of times, so nearly every step is one dict look-up, and the cost of
+matching hardly depends on the number of patterns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from frozen_opt import braces
 from frozen_opt.errors import FreezeConfigError
 
 _LARGEST = 100_000
-"""Characters in a list of patterns, braces written out: more would take more memory than the model's names."""
+"""Characters in a list of patterns, braces written out: with more, the automaton gets large."""
 
 
 def check_patterns(patterns: object, role: str) -> list[str]:
@@ -65,6 +65,15 @@ def check_patterns(patterns: object, role: str) -> list[str]:
             f'put what to freeze before it, such as ["*", {patterns[0]!r}]'
         )
     return list(patterns)
+
+
+def is_well_formed(pattern: object) -> bool:
+    """Whether it is a pattern that a list may hold."""
+    try:
+        check_patterns(["*", pattern], "")
+    except FreezeConfigError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +12,11 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from frozen_opt import ranks
+from frozen_opt import doubts, ranks
 from frozen_opt.backends import Backend, choose_backend
 from frozen_opt.errors import (
     FreezeConfigError,
     NothingTrainableError,
-    UnmatchedPatternError,
     UnsupportedBackendError,
     listing,
 )
@@ -27,7 +25,8 @@ from frozen_opt.names import module_list, walk
 from frozen_opt.order import in_model_order
 from frozen_opt.patterns import check_patterns
 from frozen_opt.report import FreezeReport, Frozen, record
-from frozen_opt.selection import NameMap, Selection, Selector, closest_names
+from frozen_opt.selection import NameMap, Selection, Selector
+from frozen_opt.unmatched import unmatched
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ class FreezePlan(Frozen):
         """Prove that no optimizer in what a factory returned holds a frozen parameter; see `exclusion`."""
         assert self._selector is not None
         planned = {name: reference() for name, _, reference in self._planned}
-        return prove_excluded(self.role, _about(self), planned, self._selector.select(self._chunks), result)
+        now = self._selector.select(self._chunks).whole()
+        return prove_excluded(self.role, _about(self), planned, now, result)
 
     def record(self, proof: Proof) -> FreezeReport:
         """Remember and log what is frozen now."""
@@ -209,7 +209,8 @@ def make_plan(
     finally:
         error = None  # its traceback holds this frame, and so the model
     assert local is not None
-    findings, trainable = ranks.exchange([local.rows, local.warnings], local.trainable, group)
+    finding = [local.rows, local.warnings, local.split, local.stuck]
+    findings, trainable = ranks.exchange(finding, local.trainable, group)
     rows = in_model_order(_by_name(findings, role), len(findings))
     frozen = [row for row in rows if row.selected]
     credits = Counter(index for row in rows for index in row.credited)
@@ -227,13 +228,21 @@ def make_plan(
             for name, found in local.selection.frozen.items()
         ],
         _selector=local.selector,
-        _warnings=list(dict.fromkeys(text for _, warnings in findings for text in warnings)),
+        _warnings=[
+            *dict.fromkeys(text for _, warnings, *_ in findings for text in warnings),
+            *doubts.warnings(patterns, rows, mapped=name_map is not None),
+        ],
         _group=group,
     )
     if idle := [pattern for index, pattern in enumerate(patterns) if not credits[index]]:
-        raise _unmatched(plan, idle, local)
-    if not trainable:
-        raise NothingTrainableError(f"{_about(plan)}: {_NOTHING_LEFT}")
+        names = local.selector.names(local.selection.walk.chunks)
+        raise unmatched(role, idle, names, local.selection.walk.chunks, group)
+    # After that: the carve-out that would have left something to train may be one that is mistyped.
+    if split := next((text for _, _, text, _ in findings if text), ""):
+        raise FreezeConfigError(split)
+    stuck = next((text for *_, text in findings if text), "")
+    if stuck or not trainable:
+        raise NothingTrainableError(stuck or f"{_about(plan)}: {_NOTHING_LEFT}")
     return plan
 
 
@@ -257,6 +266,10 @@ class _Local:
     rows: Sequence[tuple[Any, ...]]
     """Each the fields of a `_Row`."""
     warnings: Sequence[str]
+    split: str
+    """What the patterns select a part of, though it is one tensor; see `Selection`."""
+    stuck: str
+    """That this rank has nothing left to train, where its backend can't have that."""
     trainable: bool
 
 
@@ -274,19 +287,21 @@ def _look(model: object, selector: Selector, group: ranks.Group) -> _Local:
     ids = {id(found.parameter): found.name for found in frozen}
     prove_free(selector.role, _about(selector), ids)
     trainable = any(parameter.requires_grad and id(parameter) not in ids for parameter in walked.parameters)
+    stuck = ""
     if not trainable and not backend.idle_ranks:
-        raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
+        stuck = f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}"
     counts = backend.element_counts(walked, [found.parameter for found in selection.matches])
     rows = [
         (found.name, found.verdict.selected, count, found.verdict.credited, found.ties)
         for found, count in zip(selection.matches, counts, strict=True)
     ]
-    return _Local(selector, selection, backend, rows, backend.warnings(walked, frozen), trainable)
+    warnings = backend.warnings(walked, frozen)
+    return _Local(selector, selection, backend, rows, warnings, selection.split, stuck, trainable)
 
 
 def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
     rows: dict[str, _Row] = {}
-    for found, _ in findings:
+    for found, *_ in findings:
         for row in (_Row(*fields) for fields in found):
             known = rows.setdefault(row.name, row)
             if known.elements != row.elements:
@@ -295,26 +310,6 @@ def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
                     f"{row.elements} on another: the ranks don't hold the same model"
                 )
     return rows
-
-
-def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local) -> UnmatchedPatternError:
-    names = local.selector.names(local.selection.walk.chunks)
-    texts = []
-    for pattern in idle:
-        if pattern.startswith("!"):
-            texts.append(f"{pattern!r} takes nothing away from what the patterns before it select")
-            continue
-        # Each rank may hold other names; this error is the only time that they are compared.
-        scored = [
-            pair for found in ranks.gather(closest_names(pattern, names), plan._group) for pair in found
-        ]
-        best = dict.fromkeys(name for _, name in sorted(scored, key=lambda pair: -pair[0]))
-        texts.append(f"{pattern!r} matches no parameter; the closest names: {listing(list(best)[:3])}")
-        if pattern in best:
-            texts.append(f"for the name {pattern!r} itself write {glob.escape(pattern)!r}")
-    return UnmatchedPatternError(
-        f"role {plan.role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
-    )
 
 
 def _about(subject: Frozen | Selector) -> str:

@@ -21,11 +21,11 @@ from torch import nn
 
 from frozen_opt.config import has, lookup, read_patterns
 from frozen_opt.errors import FreezingError, printable
+from frozen_opt.folding import fold
 from frozen_opt.headers import BadInput
 from frozen_opt.names import named_parameters
 from frozen_opt.optimizer_state import Unmeasurable, state_bytes
 from frozen_opt.plan import FreezePlan, plan_freezing
-from frozen_opt.folding import fold
 from frozen_opt.sources import call_factory, first_line, open_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -85,7 +85,7 @@ braces = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.tuples(pieces, braces, pieces | st.just("."), braces | st.just("")).map("".join),
     st.lists(st.text(alphabet="ab012.", max_size=8), max_size=8),

@@ -1,0 +1,99 @@
+"""The error for patterns that do nothing: what is closest, and what was probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from frozen_opt import ranks
+from frozen_opt.doubts import REGEX, candidates
+from frozen_opt.errors import UnmatchedPatternError, listing
+from frozen_opt.folding import escape
+from frozen_opt.names import _special
+from frozen_opt.patterns import Matcher, is_well_formed
+from frozen_opt.selection import closest_names
+
+_SHOWN = 10
+
+
+def unmatched(
+    role: str,
+    idle: Sequence[str],
+    names: Sequence[str],
+    chunks: Sequence[nn.Module],
+    group: ranks.Group,
+) -> UnmatchedPatternError:
+    """The error that names every pattern which does nothing on any rank.
+
+    Each rank may hold other names; this error is the only time that they are compared.
+
+    Args:
+        role: The role.
+        idle: Its patterns that matched nothing, or took nothing away.
+        names: All names of this rank that a pattern might use.
+        chunks: The model, for the names of its buffers.
+        group: The ranks that agree, all of which must call.
+    """
+    buffers = list(buffer_names(chunks))
+    findings = ranks.gather([_find(pattern, names, buffers) for pattern in idle[:_SHOWN]], group)
+    texts = [_tell(pattern, found) for pattern, *found in zip(idle, *findings, strict=False)]
+    if len(idle) > _SHOWN:
+        texts.append(f"{len(idle) - _SHOWN} more patterns match nothing")
+    return UnmatchedPatternError(
+        f"role {role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
+    )
+
+
+def buffer_names(chunks: Sequence[nn.Module]) -> Iterator[str]:
+    """The names of the model's buffers, without those components that wrappers add."""
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[str]:
+        yield from (prefix + name for name, buffer in module._buffers.items() if buffer is not None)
+        special = _special(type(module), set())
+        for name, child in module._modules.items():
+            if child is not None:
+                wrapped = special is not None and name == special[0]
+                yield from visit(child, prefix if wrapped else f"{prefix}{name}.")
+
+    for chunk in chunks:
+        yield from visit(chunk, "")
+
+
+def _find(pattern: str, names: Sequence[str], buffers: Sequence[str]) -> dict[str, Any]:
+    """What this rank knows of a pattern."""
+    meant = (each for each in candidates(pattern) if each != pattern and is_well_formed(each))
+    return {
+        "matches": bool(_matching(pattern, names)),
+        "closest": closest_names(pattern, names),
+        "meant": next((each for each in meant if _matching(each, names)), None),
+        "buffers": _matching(pattern, buffers)[:3],
+    }
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    matcher = Matcher([pattern.removeprefix("!")])
+    return [name for name in names if matcher.verdict_on(name) is not None]
+
+
+def _tell(pattern: str, found: Sequence[dict[str, Any]]) -> str:
+    carves_out = pattern.startswith("!")
+    if carves_out and any(each["matches"] for each in found):
+        return f"{pattern!r} takes nothing away from what the patterns before it select"
+    best = [pair for each in found for pair in each["closest"]]
+    closest = list(dict.fromkeys(name for _, name in sorted(best, key=lambda pair: -pair[0])))[:3]
+    text = (
+        f"{pattern!r} {'takes nothing away: it ' * carves_out}matches no parameter; "
+        f"the closest names: {listing(closest)}"
+    )
+    if buffers := [name for each in found for name in each["buffers"]]:
+        text += f"; it matches {listing(buffers, 3)}, a buffer, and buffers are never frozen"
+    if meant := next((each["meant"] for each in found if each["meant"]), None):
+        text += f"; perhaps {meant!r} was meant"
+    elif pattern in closest:
+        text += f"; for the name {pattern!r} itself write {escape(pattern)!r}"
+    if re.search(REGEX, pattern):
+        text += r"; a glob is no regex, and knows * ? [ ] { } alone, none of \ ^ $ ( ) | + .*"
+    return text
