@@ -186,13 +186,16 @@ def _strike_out_what_is_read(
     """Quickly strike out the alternatives by which a regex, of all ways, reads one of the names."""
     regex = re.compile(_regex(parts), re.DOTALL)
     places = [place for place, part in enumerate(parts) if isinstance(part, braces.Choice)]
+    plain = sum(1 for texts in left.values() for text in texts if not re.search(r"[*?[{]", text))
     stride = isqrt(len(names)) + 1  # layer by layer, the last alternative would be seen last
     for name in (name for start in range(stride) for name in names[start::stride]):
+        if not plain:
+            return
         if (found := regex.fullmatch(name)) is not None:
             for place, text in zip(places, found.groups(), strict=True):
-                left.get(place, {}).pop(text, None)
-        if not any(left.values()):
-            return
+                if text in left.get(place, ()):
+                    del left[place][text]
+                    plain -= 1
 
 
 def _strike_out_what_is_needed(

@@ -76,7 +76,7 @@ def _within(folder: Path) -> Path:
 
 _MANY = 10_000
 """More layers, experts or heads than any model has, and the length of a list that is built for them."""
-_MAX_MODULES = 300_000
+_MAX_MODULES = 150_000
 _COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|heads?|groups|labels|codebooks|bins)$", re.I)
 
 

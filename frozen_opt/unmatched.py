@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -37,8 +38,9 @@ def unmatched(
         chunks: The model, for the names of its buffers.
         group: The ranks that agree, all of which must call.
     """
-    buffers = list(buffer_names(chunks))
-    findings = ranks.gather([_find(pattern, names, buffers) for pattern in idle[:_SHOWN]], group)
+    split = [name.split(".") for name in names]
+    buffers = [name.split(".") for name in buffer_names(chunks)]
+    findings = ranks.gather([_find(pattern, names, split, buffers) for pattern in idle[:_SHOWN]], group)
     texts = [_tell(pattern, found) for pattern, *found in zip(idle, *findings, strict=False)]
     if len(idle) > _SHOWN:
         texts.append(f"{len(idle) - _SHOWN} more patterns match nothing")
@@ -47,35 +49,48 @@ def unmatched(
     )
 
 
-def buffer_names(chunks: Sequence[nn.Module]) -> Iterator[str]:
+def buffer_names(chunks: Sequence[nn.Module]) -> list[str]:
     """The names of the model's buffers, without those components that wrappers add."""
+    names: list[str] = []
+    wrapped: dict[type, str | None] = {}
 
-    def visit(module: nn.Module, prefix: str) -> Iterator[str]:
-        yield from (prefix + name for name, buffer in module._buffers.items() if buffer is not None)
-        special = _special(type(module), set())
+    def visit(module: nn.Module, prefix: str) -> None:
+        kind = type(module)
+        if kind not in wrapped:
+            wrapped[kind] = (_special(kind, set()) or (None,))[0]
+        names.extend(prefix + name for name, buffer in module._buffers.items() if buffer is not None)
         for name, child in module._modules.items():
             if child is not None:
-                wrapped = special is not None and name == special[0]
-                yield from visit(child, prefix if wrapped else f"{prefix}{name}.")
+                visit(child, prefix if name == wrapped[kind] else f"{prefix}{name}.")
 
     for chunk in chunks:
-        yield from visit(chunk, "")
+        visit(chunk, "")
+    return names
 
 
-def _find(pattern: str, names: Sequence[str], buffers: Sequence[str]) -> dict[str, Any]:
+Names = list[list[str]]
+"""Names in their components."""
+
+
+def _find(pattern: str, names: Sequence[str], split: Names, buffers: Names) -> dict[str, Any]:
     """What this rank knows of a pattern."""
-    meant = (each for each in candidates(pattern) if each != pattern and is_well_formed(each))
+    meant = (each for each in dict.fromkeys(candidates(pattern)) if each != pattern and is_well_formed(each))
     return {
-        "matches": bool(_matching(pattern, names)),
+        "matches": any(_matching(pattern, split)),
         "closest": closest_names(pattern, names),
-        "meant": next((each for each in meant if _matching(each, names)), None),
-        "buffers": _matching(pattern, buffers)[:3],
+        "meant": next((each for each in meant if any(_matching(each, split))), None),
+        "buffers": list(islice(_matching(pattern, buffers), 3)),
     }
 
 
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    matcher = Matcher([pattern.removeprefix("!")])
-    return [name for name in names if matcher.verdict_on(name) is not None]
+def _matching(pattern: str, names: Names) -> Iterator[str]:
+    start = Matcher([pattern.removeprefix("!")]).start
+    for parents, name in ((parts[:-1], parts[-1]) for parts in names):
+        state = start
+        for parent in parents:
+            state = state[parent]
+        if state.verdicts[name] is not None:
+            yield ".".join([*parents, name])
 
 
 def _tell(pattern: str, found: Sequence[dict[str, Any]]) -> str:
