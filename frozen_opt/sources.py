@@ -74,10 +74,13 @@ def _within(folder: Path) -> Path:
     raise BadInput(f"{folder} has neither config.json nor model.safetensors.index.json nor model.safetensors")
 
 
-_MANY = 10_000
-"""More layers, experts or heads than any model has, and the length of a list that is built for them."""
 _MAX_MODULES = 150_000
-_COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|heads?|groups|labels|codebooks|bins)$", re.I)
+_MOST = {
+    re.compile(r"(layers?|blocks|depths?|stages)$", re.I): 1000,
+    re.compile(r"(experts|heads?|groups|labels|codebooks|bins)$", re.I): 100_000,
+    re.compile(""): 1 << 40,
+}
+"""By the end of a setting's name: more than any model has."""
 
 
 def _check_counts(path: Path, settings: Any, key: str = "") -> None:
@@ -88,10 +91,10 @@ def _check_counts(path: Path, settings: Any, key: str = "") -> None:
     elif isinstance(settings, list):
         for value in settings:
             _check_counts(path, value, key)
-    elif isinstance(settings, int | float) and (
-        settings >= 1 << 40 or (settings > _MANY and _COUNT.search(key))
-    ):
-        raise BadInput(f"{path} has {key} = {settings}, for which no model is built")
+    elif isinstance(settings, int | float):
+        most = next(most for kind, most in _MOST.items() if kind.search(key))
+        if settings > most:
+            raise BadInput(f"{path} has {key} = {settings}, for which no model is built")
 
 
 def _transformers_model(path: Path, settings: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:

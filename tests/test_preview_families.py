@@ -12,11 +12,12 @@ import frozen_opt
 from frozen_opt.folding import fold
 from tests.test_preview import previewed
 
-FAMILIES = (
-    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox gptj "
-    "opt bloom deepseek_v2 deepseek_v3 olmo2 olmoe stablelm starcoder2 cohere granitemoe glm4_moe smollm3 "
-    "gpt_oss minimax mamba jamba bert t5 bart albert whisper vit"
-).split()
+FAMILIES = [
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"),
+    *("gemma3_text", "phi", "phi3", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "deepseek_v2", "deepseek_v3"),
+    *("olmo2", "olmoe", "stablelm", "starcoder2", "cohere", "granitemoe", "glm4_moe", "smollm3", "gpt_oss"),
+    *("minimax", "mamba", "jamba", "bert", "t5", "bart", "albert", "whisper", "vit"),
+]
 SMALL = {
     32: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim attn_hidden_size",
     64: "vocab_size max_position_embeddings n_positions max_source_positions max_target_positions",

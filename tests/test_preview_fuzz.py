@@ -1,4 +1,4 @@
-"""No config, of a run or of a model, gives anything but an answer or one clear error, soon and in little memory."""
+"""No config gives anything but an answer or one clear error, soon and in little memory."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ MODEL = {
 }
 RUN = "trainer: {policy: {freeze_parameters: ['*.mlp.*']}}"
 FUZZ = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -134,10 +134,10 @@ RUNS = (
 
 @FUZZ
 @given(
-    RUNS
+    run=RUNS
     | st.lists(st.sampled_from(TOKENS), max_size=30).map(lambda some: "".join(some).encode())
     | st.binary(),
-    st.sampled_from([(), ("--expect", "3"), ("--role", "policy"), ("--json",)]),
+    options=st.sampled_from([(), ("--expect", "3"), ("--role", "policy"), ("--json",)]),
 )
 def test_any_config_of_a_run_is_read_or_refused(run: bytes, options: tuple[str, ...], tmp_path: Path) -> None:
     check(tmp_path, run, json.dumps(MODEL).encode(), *options)
@@ -234,10 +234,10 @@ KINDS = st.sampled_from(
 
 
 @FUZZ
-@given(CHANGES, st.none() | KINDS)
-@example({"architectures": ["BertForMaskedLM", "Qwen3ForCausalLM"]}, None)
-@example({"architectures": [3, None]}, None)
-@example({"architectures": "Qwen3ForCausalLM"}, None)
+@given(changes=CHANGES, kind=st.none() | KINDS)
+@example(changes={"architectures": ["BertForMaskedLM", "Qwen3ForCausalLM"]}, kind=None)
+@example(changes={"architectures": [3, None]}, kind=None)
+@example(changes={"architectures": "Qwen3ForCausalLM"}, kind=None)
 def test_any_config_of_a_model_is_built_or_refused(
     changes: dict[str, Any], kind: str | None, tmp_path: Path
 ) -> None:
@@ -255,9 +255,6 @@ LARGE_MODELS: dict[str, Any] = {
     "depth of a part": {"model_type": "qwen2_vl", "architectures": None, "vision_config": {"depth": 10**9}},
     "experts": {"model_type": "mixtral", "architectures": None, "num_local_experts": 10**9},
     "labels": {"num_labels": 10**9},
-    "layers and experts": {
-        **{"model_type": "jamba", "architectures": None, "num_hidden_layers": 9999, "num_experts": 9999},
-    },
     "a list of layers": {"layer_types": ["full_attention"] * 10, "num_hidden_layers": [10**9]},
     "a side": {"hidden_size": 10**30},
     "in each other": json.loads('{"a":' * 400 + "1" + "}" * 400),
