@@ -95,6 +95,19 @@ def _alternatives(parts: list[Part]) -> list[list[Part]]:
 _UNBALANCED = "its braces { } are unbalanced: for a brace as such write [{] or [}]"
 
 
+def compact(choice: Choice) -> list[list[Part]]:
+    """The alternatives, numbers that differ in the last digit alone as one: 10 to 12 as `1[012]`."""
+    digits: dict[str, str] = {}
+    others: list[list[Part]] = []
+    for parts in choice:
+        text = "".join(part if isinstance(part, str) else "{" for part in parts)
+        if text.isdecimal():
+            digits[text[:-1]] = digits.get(text[:-1], "") + text[-1]
+        else:
+            others.append(parts)
+    return others + [[*start, f"[{last}]"] for start, last in digits.items()]
+
+
 def count(parts: Sequence[Part]) -> int:
     """How many characters and the like a matcher has to hold for these parts."""
     return sum(1 if isinstance(part, str) else sum(count(each) + 1 for each in part) for part in parts)

@@ -230,7 +230,7 @@ def _regex(parts: Sequence[braces.Part], inner: bool = False) -> str:
             literal = len(part) == 1 and part not in "*?"
             segments[-1] += re.escape(part) if literal else translate(part)[4:-3]  # of (?s:...)\Z
         else:
-            alternatives = "|".join(_regex(alternative, inner=True) for alternative in part)
+            alternatives = "|".join(_regex(alternative, inner=True) for alternative in braces.compact(part))
             segments[-1] += f"(?:{alternatives})" if inner else f"({alternatives})"
     first, *middle = segments
     last = [f".*{middle.pop()}"] if middle else []

@@ -146,7 +146,8 @@ class Matcher:
         self._elements: dict[str, int] = {}  # element -> the positions where it stands
         self._accepted: dict[str, int] = {}  # character -> the positions whose element accepts it
         self._after_stars = 0
-        self._jumps: list[tuple[int, int]] = []  # any of these positions -> all of those, to their right
+        self._jumps: dict[int, int] = {}  # a position at a brace -> those, to its right, that go on from it
+        self._sources = 0
         self._ends: list[int] = []  # for each pattern, the bit that says it has matched
         self._states: dict[int, State] = {}
         starts = position = 0
@@ -166,17 +167,16 @@ class Matcher:
                 self._elements[part] = self._elements.get(part, 0) | 1 << position
                 position += 1
             else:
-                entry, place = 1 << position, len(self._jumps)
-                starts = ends = 0
-                for alternative in part:
+                entry, ends = 1 << position, []
+                starts = 0
+                for alternative in braces.compact(part):
                     position += 1
                     starts |= 1 << position
                     position = self._lay_out(alternative, position)
-                    ends |= 1 << position
+                    ends.append(1 << position)
                 position += 1
-                # Those of inner braces stand between the two, so that one pass follows all of them.
-                self._jumps.insert(place, (entry, starts))
-                self._jumps.append((ends, 1 << position))
+                self._jumps |= {entry: starts, **dict.fromkeys(ends, 1 << position)}
+                self._sources |= sum(ends, entry)
         return position
 
     def verdict_on(self, *names: str) -> Verdict | None:
@@ -187,9 +187,12 @@ class Matcher:
         return self.verdict(reached)
 
     def state(self, bits: int) -> State:
-        for sources, targets in self._jumps:
-            if bits & sources:
-                bits |= targets
+        pending = bits & self._sources
+        while pending:
+            source = pending & -pending
+            targets = self._jumps[source]
+            pending = (pending ^ source) | targets & self._sources & ~bits
+            bits |= targets
         if bits not in self._states:
             self._states[bits] = State(self, bits)
         return self._states[bits]
