@@ -31,7 +31,9 @@ import frozen_opt
 from frozen_opt import ranks
 from frozen_opt.headers import BadInput
 from frozen_opt.shards import bits, resting_parameters
+from frozen_opt.sources import first_line
 from frozen_opt.strategies import STRATEGIES, Wrapped, average, launched, rank_and_size
+from frozen_opt.yaml_input import check_interpolations, check_size, explain
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "copy": lambda questions: questions,
@@ -112,14 +114,18 @@ def _merge(default: Any, overrides: Sequence[str]) -> Any:
     text = " ".join(overrides)[:200]
     if not all("=" in override for override in overrides):
         raise BadInput(f"malformed override {text!r}: write key=value, as in trainer.steps=30")
+    values = [override.partition("=")[2] for override in overrides]
     try:
+        for value in values:
+            check_size(value)
         config = OmegaConf.merge(default, OmegaConf.from_dotlist(list(overrides)))
+        check_interpolations(OmegaConf.to_container(config))
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except ConfigKeyError as error:
-        raise BadInput(f"unknown key in {text!r}: {_first_line(error)}") from error
+        raise BadInput(f"unknown key in {text!r}: {first_line(error)}") from error
     except Exception as error:  # OmegaConf's, YAML's, ANTLR's
         raise BadInput(
-            f"malformed override {text!r}: {_first_line(error)}\n"
+            f"malformed override {text!r}: {explain(error, values[0])}\n"
             """Values are YAML, so quote patterns: 'trainer.policy.freeze_parameters=["*.mlp.gate.weight"]'"""
         ) from error
     return config
@@ -140,11 +146,6 @@ def _check(value: Any, default: Any, key: str = "") -> None:
     if isinstance(default, dict):
         for child in default:
             _check(value[child], default[child], f"{key}.{child}".lstrip("."))
-
-
-def _first_line(error: Exception) -> str:
-    # What YAML's errors found, and not the text around it
-    return str(getattr(error, "problem", None) or error).partition("\n")[0]
 
 
 # The models and their optimizers

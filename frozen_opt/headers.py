@@ -7,6 +7,7 @@ The format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def read_header(path: Path) -> Shapes:
     Raises:
         BadInput: There is no such file, or it has no valid header.
     """
-    with _open(path) as file:
+    with open_file(path) as file:
         size = path.stat().st_size
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -73,11 +74,13 @@ def read_index(path: Path) -> Shapes:
     headers: dict[str, Shapes | None] = {}
     shapes: Shapes = {}
     for name, file in weights.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str):
             raise _bad(path, f"puts {name!r} into {file!r}, which is no file name")
         if file not in headers:
+            if file in ("", "..") or Path(file).name != file:
+                raise _bad(path, f"puts {name!r} into {file!r}, which is no file name")
             shard = path.with_name(file)
-            headers[file] = read_header(shard) if shard.exists() else None
+            headers[file] = read_header(shard) if os.path.exists(shard) else None
         header = headers[file]
         if header is not None and name not in header:
             raise _bad(path, f"puts {name!r} into {file!r}, whose header lacks it")
@@ -91,20 +94,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         BadInput: It does not, or there is none, or it is too large.
     """
-    with _open(path) as file:
+    with open_file(path) as file:
         text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
         raise _bad(path, f"is larger than {MAX_JSON:,} bytes, which is more than is read")
     return _parse(path, text)
 
 
-def _open(path: Path) -> Any:
-    if not path.is_file():  # a pipe, or a device, might never end
-        raise _bad(path, "is no file" if path.exists() else "does not exist")
+def open_file(path: Path) -> Any:
+    """A file to read from, if it is one: a pipe, or a device, might never end.
+
+    Raises:
+        BadInput: It is none, or can't be read.
+    """
     try:
+        if not path.is_file():
+            raise _bad(path, "is no file" if path.exists() else "does not exist")
         return path.open("rb")
-    except OSError as error:
-        raise _bad(path, f"can't be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a name too long for any file, or with a zero byte
+        raise _bad(path, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""The log: what was frozen, once for each role and model, on rank 0; and names that are many, folded."""
+"""The log: what was frozen, once for each role and model, on rank 0."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from loguru import logger
 
 from frozen_opt import ranks
 from frozen_opt.errors import printable
+from frozen_opt.folding import fold
 from frozen_opt.report import FreezeReport
 
 _ALL_NAMES = 100
@@ -72,42 +72,3 @@ def _count(names: Sequence[str]) -> str:
 
 def _lists(mapping: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     return {name: list(others) for name, others in mapping.items()}
-
-
-_NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
-
-
-def fold(names: Sequence[str]) -> list[str]:
-    """Names that differ in numbers alone as one text, such as `layers.{0..3,7}.gate.weight`.
-
-    Nothing is lost: writing out every combination of the numbers in braces gives the names again.
-    """
-    # The texts between numbers -> for each name that has them, its numbers.
-    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-    for name in names:
-        parts = _NUMBER.split(name)
-        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
-    lines = []
-    for texts, rows in folded.items():
-        for place in reversed(range(len(texts) - 1)):
-            # Rows that agree in all other places become one, with the set of their numbers in this place.
-            merged: dict[tuple[Any, ...], set[str]] = {}
-            for row in rows:
-                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
-            rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
-        for row in rows:
-            written = [*(_runs(values) for values in row), ""]
-            lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
-    return lines
-
-
-def _runs(values: frozenset[str]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    runs: list[list[int]] = []
-    for value in sorted(map(int, values)):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1][1:] = [value]
-        else:
-            runs.append([value])
-    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"

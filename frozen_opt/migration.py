@@ -109,8 +109,8 @@ def _for_fsdp1(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[st
     if fresh := [name for key, name in name_of.items() if key not in state["state"]]:
         raise UnsupportedBackendError(
             f"FSDP.optim_state_dict_to_load wants a state for each parameter, and {listing(fresh)} was "
-            "frozen then: build the optimizer with the list of the checkpoint, load, call the factory with the new "
-            "list, and move what optimizer.state_dict() gives"
+            "frozen then: build the optimizer with the list of the checkpoint, load, call the factory with "
+            "the new list, and move what optimizer.state_dict() gives"
         )
     return {
         "state": {name_of[key]: each for key, each in state["state"].items()},

@@ -28,18 +28,27 @@ def in_model_order(rows: Mapping[str, T], findings: int) -> list[T]:
         for component in name.split("."):
             node = node.setdefault(component, {})
         node[""] = row  # no component is empty
-    return list(_leaves(tree))
+    ordered: list[T] = []
+    _collect(tree, ordered)
+    return ordered
 
 
-def _leaves(node: dict[str, Any]) -> Any:
+def _collect(node: dict[str, Any], ordered: list[Any]) -> None:
+    if len(node) == 1:  # nothing to sort, as in most nodes
+        ((component, inner),) = node.items()
+        if component == "":
+            ordered.append(inner)
+        else:
+            _collect(inner, ordered)
+        return
     first_of_kind: dict[str, int] = {}
     for place, component in enumerate(node):
         first_of_kind.setdefault(_NUMBER.sub("", component), place)
     for component in sorted(node, key=lambda key: (first_of_kind[_NUMBER.sub("", key)], _number(key))):
         if component == "":
-            yield node[component]
+            ordered.append(node[component])
         else:
-            yield from _leaves(node[component])
+            _collect(node[component], ordered)
 
 
 _NUMBER = re.compile(r"[0-9]+$")  # `17`, and the `weight17` of grouped experts

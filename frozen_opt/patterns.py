@@ -1,23 +1,22 @@
 """Globs to one automaton: which names does a list of patterns select?
 
-`fnmatch` semantics over the whole name, case-sensitive. All patterns of a list run at once, as one
-automaton that is built while it is used and remembers each step it took. A model repeats the same few
-name components thousands of times, so nearly every step is one dict look-up, and the cost of matching
-hardly depends on the number of patterns.
+`fnmatch` semantics over the whole name, case-sensitive, and a shell's braces. All patterns of a list run at
+once, as one automaton that is built while it is used and remembers each step it took. A model repeats the
+same few name components thousands of times, so nearly every step is one dict look-up, and the cost of
+matching hardly depends on the number of patterns.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from frozen_opt import braces
 from frozen_opt.errors import FreezeConfigError
 
-# One element of a glob, split where fnmatch splits: a class such as [!a-z] or []x], else one character.
-# The possessive "+" keep fnmatch's rule that a "]" right after "[" or "[!" is a member of the class.
-_ELEMENT = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)
+_LARGEST = 100_000
+"""Characters in a list of patterns, braces written out: with more, the automaton gets large."""
 
 
 def check_patterns(patterns: object, role: str) -> list[str]:
@@ -29,7 +28,7 @@ def check_patterns(patterns: object, role: str) -> list[str]:
 
     Raises:
         FreezeConfigError: A string in place of a list, another type, an element that is no string or
-            empty, a carve-out with nothing before it.
+            empty, braces that don't fit each other, a carve-out with nothing before it.
     """
     key = f"role {role!r}: the list of patterns (in a config: trainer.{role}.freeze_parameters)"
     if patterns is None:
@@ -49,12 +48,32 @@ def check_patterns(patterns: object, role: str) -> list[str]:
                 f"{key} holds {pattern!r}: each pattern must be a non-empty string, "
                 'such as "*.mlp.gate.weight"'
             )
+    size = 0
+    for pattern in patterns:
+        try:
+            size += braces.count(braces.parse(pattern.removeprefix("!")))
+        except ValueError as error:
+            raise FreezeConfigError(f"{key} holds {pattern!r}: {error}") from None
+    if size > _LARGEST:
+        raise FreezeConfigError(
+            f"{key} has {size:,} characters, and {_LARGEST:,} at most are taken: write names that differ in "
+            "a few places as one glob, or with braces"
+        )
     if patterns and patterns[0].startswith("!"):
         raise FreezeConfigError(
             f"{key} starts with the carve-out {patterns[0]!r}, which has nothing to take away from: "
             f'put what to freeze before it, such as ["*", {patterns[0]!r}]'
         )
     return list(patterns)
+
+
+def is_well_formed(pattern: object) -> bool:
+    """Whether it is a pattern that a list may hold."""
+    try:
+        check_patterns(["*", pattern], "")
+    except FreezeConfigError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +134,9 @@ class Matcher:
 
     The states of the automaton are sets of positions within the globs, as the bits of an integer: a set
     bit says that everything left of that position has been read. Reading a character moves each bit past
-    its element where that element accepts the character; a bit right after a `*` stays as well.
+    its element where that element accepts the character; a bit right after a `*` stays as well. A bit at
+    the start of braces goes on to the start of each alternative, one at the end of any of these to what
+    follows the braces.
     """
 
     patterns: Sequence[str]
@@ -125,20 +146,38 @@ class Matcher:
         self._elements: dict[str, int] = {}  # element -> the positions where it stands
         self._accepted: dict[str, int] = {}  # character -> the positions whose element accepts it
         self._after_stars = 0
+        self._jumps: dict[int, int] = {}  # a position at a brace -> those, to its right, that go on from it
+        self._sources = 0
         self._ends: list[int] = []  # for each pattern, the bit that says it has matched
         self._states: dict[int, State] = {}
         starts = position = 0
         for pattern in self.patterns:
             starts |= 1 << position
-            for element in _ELEMENT.findall(pattern.removeprefix("!")):
-                if element == "*":
-                    self._after_stars |= 1 << position
-                else:
-                    self._elements[element] = self._elements.get(element, 0) | 1 << position
-                    position += 1
+            position = self._lay_out(braces.parse(pattern.removeprefix("!")), position)
             self._ends.append(1 << position)
             position += 1
         self.start = self.state(starts)
+
+    def _lay_out(self, parts: Sequence[braces.Part], position: int) -> int:
+        """Give the parts positions from this one on; the position after them."""
+        for part in parts:
+            if part == "*":
+                self._after_stars |= 1 << position
+            elif isinstance(part, str):
+                self._elements[part] = self._elements.get(part, 0) | 1 << position
+                position += 1
+            else:
+                entry, ends = 1 << position, []
+                starts = 0
+                for alternative in braces.compact(part):
+                    position += 1
+                    starts |= 1 << position
+                    position = self._lay_out(alternative, position)
+                    ends.append(1 << position)
+                position += 1
+                self._jumps |= {entry: starts, **dict.fromkeys(ends, 1 << position)}
+                self._sources |= sum(ends, entry)
+        return position
 
     def verdict_on(self, *names: str) -> Verdict | None:
         """What the patterns say of a parameter with these whole names: each matches by any of them."""
@@ -148,6 +187,12 @@ class Matcher:
         return self.verdict(reached)
 
     def state(self, bits: int) -> State:
+        pending = bits & self._sources
+        while pending:
+            source = pending & -pending
+            targets = self._jumps[source]
+            pending = (pending ^ source) | targets & self._sources & ~bits
+            bits |= targets
         if bits not in self._states:
             self._states[bits] = State(self, bits)
         return self._states[bits]

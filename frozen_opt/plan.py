@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from frozen_opt import ranks
+from frozen_opt import doubts, ranks
 from frozen_opt.adapters import adapter_warnings
 from frozen_opt.agreement import Agreement
 from frozen_opt.backends import Backend, choose_backend
@@ -41,8 +41,9 @@ from frozen_opt.report import (
     record_none,
 )
 from frozen_opt.resume import parameters_once
-from frozen_opt.selection import NameMap, Selection, Selector, closest_names
+from frozen_opt.selection import NameMap, Selection, Selector
 from frozen_opt.trace import leave_trace
+from frozen_opt.unmatched import unmatched
 
 
 class Proof(NamedTuple):
@@ -128,7 +129,7 @@ class FreezePlan(Frozen):
         backend, untied = self.backend, {}
         if self.patterns:
             planned = {kept.name: place for place, kept in self._frozen.items()}
-            now = self._selector.select(self._chunks)
+            now = self._selector.select(self._chunks).whole()
             frozen, backend = prove_excluded(self.role, _about(self), planned, now, optimizers)
             untied = {
                 other: name
@@ -288,14 +289,23 @@ def make_plan(
         if not patterns and before is None:
             agreement.pass_by()
             return FreezePlan(role, _group=group)
-        local = _look(model, Selector(role, patterns, name_map), before or {}, group, more_to_come)
-    findings = agreement.share([local.rows, local.thawed, local.warnings, local.trainable], patterns)
+        local = _look(model, Selector(role, patterns, name_map), before or {}, group)
+    finding = [local.rows, local.thawed, local.warnings, local.split, local.stuck, local.trainable]
+    findings = agreement.share(finding, patterns)
     plan, idle = _merge(local, findings, agreement, group)
-    doubt = _unmatched(plan, idle, local, agreement) if idle else ""
+    doubt = ""
+    if idle:
+        chunks = local.selection.walk.chunks
+        share = partial(agreement.share, patterns=patterns)
+        doubt = unmatched(role, idle, local.selector.names(chunks), chunks, share)
     if doubt and not more_to_come:
         raise UnmatchedPatternError(doubt)
-    if not more_to_come and not any(trainable for *_, trainable in findings):
-        raise NothingTrainableError(f"{_about(plan)}: {_NOTHING_LEFT}")
+    # After that: the carve-out that would have left something to train may be one that is mistyped.
+    if split := next((text for *_, text, _, _ in findings if text), ""):
+        raise FreezeConfigError(split)
+    stuck = next((text for *_, text, _ in findings if text), "")
+    if not more_to_come and (stuck or not any(trainable for *_, trainable in findings)):
+        raise NothingTrainableError(stuck or f"{_about(plan)}: {_NOTHING_LEFT}")
     return replace(plan, _doubt=doubt)
 
 
@@ -323,6 +333,10 @@ class _Local:
     rows: Sequence[_Row]
     thawed: Sequence[str]
     warnings: Sequence[str]
+    split: str
+    """What the patterns select a part of, though it is one tensor; see `Selection`."""
+    stuck: str
+    """That this rank has nothing left to train, where its backend can't have that."""
     trainable: bool
 
 
@@ -331,7 +345,6 @@ def _look(
     selector: Selector,
     before: Mapping[Place, Kept],
     group: ranks.Group,
-    more_to_come: bool,
 ) -> _Local:
     selection = selector.select(module_list(model))
     walked, chosen = selection.walk, list(selection.frozen.values())
@@ -360,8 +373,9 @@ def _look(
     trainable = bool(thawed) or any(
         parameter.requires_grad and id(parameter) not in ids for parameter in walked.parameters
     )
-    if not (trainable or backend.idle_ranks or more_to_come):
-        raise NothingTrainableError(f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}")
+    stuck = ""
+    if not (trainable or backend.idle_ranks):
+        stuck = f"{ranks.place(group)}{_about(selector)}: {_NOTHING_LEFT}"
     counts = backend.element_counts(walked, [found.parameter for found in selection.matches])
     rows = [
         _Row(
@@ -384,6 +398,8 @@ def _look(
         rows=rows,
         thawed=[found.name for found in thawed],
         warnings=[*backend.warnings(walked, chosen), *adapter_warnings(walked, chosen)],
+        split=selection.split,
+        stuck=stuck,
         trainable=trainable,
     )
 
@@ -424,7 +440,10 @@ def _merge(
         _tied_elements={row.name: row.elements for row in frozen if row.ties},
         _selector=selector,
         _agreement=agreement,
-        _warnings=_distinct(text for _, _, warnings, _ in findings for text in warnings),
+        _warnings=[
+            *_distinct(text for _, _, warnings, *_ in findings for text in warnings),
+            *doubts.warnings(selector.patterns, rows, mapped=selector.name_map is not None),
+        ],
         _group=group,
     )
     return plan, idle
@@ -445,24 +464,6 @@ def _by_name(findings: Sequence[Any], role: str) -> dict[str, _Row]:
                     f"{row.elements} on another: the ranks don't hold the same model"
                 )
     return rows
-
-
-def _unmatched(plan: FreezePlan, idle: Sequence[str], local: _Local, agreement: Agreement) -> str:
-    """What to say of patterns that match nothing on any rank; asks each for its closest names."""
-    names = local.selector.names(local.selection.walk.chunks)
-    scores = {pattern: closest_names(pattern, names) for pattern in idle if not pattern.startswith("!")}
-    everywhere = agreement.share(scores, plan.patterns)
-    texts = []
-    for pattern in idle:
-        if pattern.startswith("!"):
-            texts.append(f"{pattern!r} takes nothing away from what the patterns before it select")
-            continue
-        scored = [pair for found in everywhere for pair in found[pattern]]
-        best = _distinct(name for _, name in sorted(scored, key=lambda pair: -pair[0]))
-        texts.append(f"{pattern!r} matches no parameter; the closest names: {listing(best[:3])}")
-        if pattern in best:
-            texts.append(f"for the name {pattern!r} itself write {glob.escape(pattern)!r}")
-    return f"role {plan.role!r}: {'; '.join(texts)}. A pattern is a glob over the whole name of a parameter"
 
 
 def _about(subject: Frozen | Selector) -> str:

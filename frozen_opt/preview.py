@@ -21,12 +21,13 @@ from torch import nn
 
 from frozen_opt.config import has, lookup, read_patterns
 from frozen_opt.errors import FreezingError, printable
+from frozen_opt.folding import fold
 from frozen_opt.headers import BadInput
-from frozen_opt.log import fold
 from frozen_opt.names import named_parameters
 from frozen_opt.optimizer_state import Unmeasurable, state_bytes
 from frozen_opt.plan import FreezePlan, plan_freezing
 from frozen_opt.sources import call_factory, first_line, open_model
+from frozen_opt.yaml_input import read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -105,9 +106,11 @@ def preview(
             wanted = _wanted(words, config, role, optimizer)
             model, complete = call_factory(factory) if factory else open_model(source, trust_remote_code)
             previews = [_preview(model, complete, each, DTYPES[dtype], master_weights) for each in wanted]
-            print(_as_json(previews, complete) if as_json else _as_text(model, previews, complete))
-    except (BadInput, FreezingError) as error:
-        print(f"frozen-opt: {printable(str(error))}", file=sys.stderr)
+            text = _as_json(previews, complete) if as_json else _as_text(model, previews, complete)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+    except (BadInput, FreezingError, OSError, RecursionError, MemoryError) as error:
+        print(f"frozen-opt: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 2
     return _missed(sum(each.plan.parameter_count for each in previews), expect, fail_under)
 
@@ -146,9 +149,6 @@ class Wanted(NamedTuple):
     options: Mapping[str, Any]
 
 
-_MAX_YAML = 1 << 20
-
-
 def _wanted(patterns: list[str], path: Path | None, role: str | None, optimizer: str | None) -> list[Wanted]:
     if path is None:
         if not patterns:
@@ -157,43 +157,15 @@ def _wanted(patterns: list[str], path: Path | None, role: str | None, optimizer:
     if patterns:
         raise BadInput("patterns come from the command line or from --config, not from both")
     try:
-        config = _read_config(path)
+        config = read_config(path)
         return [
             Wanted(each, read_patterns(config, each), *_optimizer(config, each, optimizer))
             for each in _roles(config, role)
         ]
     except (BadInput, FreezingError):
         raise
-    except Exception as error:  # of YAML, or of OmegaConf, which resolves ${...} when it is asked
+    except Exception as error:  # of OmegaConf, which resolves ${...} when it is asked
         raise BadInput(f"{path} is no config: {first_line(error)}") from error
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        import yaml
-        from omegaconf import OmegaConf
-    except ModuleNotFoundError as error:
-        raise BadInput(f"--config needs {error.name}: pip install 'frozen_opt[demo]'") from error
-    if not path.is_file():
-        raise BadInput(f"{path} is no file" if path.exists() else f"{path} does not exist")
-    with path.open("rb") as file:
-        text = file.read(_MAX_YAML + 1)
-    config = yaml.safe_load(text) if len(text) <= _MAX_YAML else None
-    if len(text) > _MAX_YAML or _nodes(config, {}) > _MAX_YAML:
-        raise BadInput(f"{path} is too large for a config")
-    if not isinstance(config, dict):
-        raise BadInput(f"{path} is no config: it must hold keys and values")
-    return OmegaConf.create(config)
-
-
-def _nodes(value: Any, known: dict[int, int]) -> int:
-    """How many nodes a config has with its aliases written out: a few lines can make billions."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in known:
-        parts = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_nodes(part, known) for part in parts)
-    return known[id(value)]
 
 
 def _roles(config: Any, role: str | None) -> list[str]:
@@ -261,6 +233,7 @@ def _as_json(previews: Sequence[Preview], complete: bool) -> str:
                 "element_count": each.plan.element_count if complete else None,
                 "optimizer": each.optimizer,
                 "optimizer_state_bytes": each.state_bytes,
+                "warnings": list(each.plan._warnings),
             }
             for each in previews
         },
@@ -292,6 +265,7 @@ def _block(preview: Preview, parameters: int, elements: int, complete: bool) -> 
             f"  state    of {preview.optimizer}: {_size(after)} in place of {_size(before)}, "
             f"{_size(before - after)} saved"
         )
+    lines += [f"  warning  {printable(text)}" for text in plan._warnings]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from frozen_opt.braces import without_braces
 from frozen_opt.errors import FreezeConfigError, listing
 from frozen_opt.names import EVERYTHING, Found, Walk, walk
 from frozen_opt.patterns import Matcher, Verdict
@@ -26,6 +27,18 @@ class Selection:
     walk: Walk
     matches: list[Found] = field(default_factory=list)
     """The parameters on which they have a say, each once."""
+    split: str = ""
+    """If they select a part of a tied or fused tensor, the text of the error."""
+
+    def whole(self) -> Selection:
+        """This, or the error that a tensor is split.
+
+        Raises:
+            FreezeConfigError: The patterns select a part of a tied or fused tensor.
+        """
+        if self.split:
+            raise FreezeConfigError(self.split)
+        return self
 
     @property
     def frozen(self) -> dict[str, Found]:
@@ -49,14 +62,14 @@ class Selector:
         """Walk the model once (twice when it has ties or a name map) and ask the patterns.
 
         Raises:
-            FreezeConfigError: The patterns select a part of a tied or fused tensor.
+            FreezeConfigError: Several parameters go by the same name.
         """
         selection = Selection(walk(chunks, self._matcher.start))
         parameters = selection.walk.parameters
         if self.name_map is None and len(set(map(id, parameters))) == len(parameters):
             selection.matches = selection.walk.found
         else:
-            selection.matches = self._with_more_names(chunks)
+            selection.matches, selection.split = self._with_more_names(chunks)
         names = [found.name for found in selection.matches]
         if len(set(names)) < len(names):
             repeated = [name for name, count in Counter(names).items() if count > 1]
@@ -70,21 +83,26 @@ class Selector:
         """Every name that a pattern might use, those of the name map included."""
         names = []
         for found in walk(chunks).found:
-            more = self._lookup(found.name)
-            names += [found.name, *(more.values() if isinstance(more, Mapping) else more)]
+            names += [found.name, *self._others(found.name)]
         return names
 
-    def _with_more_names(self, chunks: Sequence[nn.Module]) -> list[Found]:
+    def _with_more_names(self, chunks: Sequence[nn.Module]) -> tuple[list[Found], str]:
         aliases: dict[int, list[Found]] = {}
         for found in walk(chunks, EVERYTHING).found:
             aliases.setdefault(id(found.parameter), []).append(found)
-        matches = []
+        matches, split = [], ""
         for first, *ties in aliases.values():
             names = [first.name, *(found.name for found in ties)]
-            if verdict := self._combine({name: self._verdict_on(name) for name in names}):
+            try:
+                verdict = self._combine({name: self._verdict_on(name) for name in names})
+            except FreezeConfigError as error:  # told once it is known that each pattern does something
+                split = split or str(error)
+                others = [other for name in names for other in self._others(name)]
+                verdict = self._matcher.verdict_on(*names, *others)
+            if verdict:
                 mapped = [other for name in names for other in self._mapped(name)]
                 matches.append(first._replace(verdict=verdict, ties=ties, mapped=mapped))
-        return matches
+        return matches, split
 
     def _verdict_on(self, name: str) -> Verdict | None:
         """By the canonical name and those that the name map adds, which count as names of one parameter."""
@@ -103,9 +121,11 @@ class Selector:
 
     def _mapped(self, name: str) -> list[str]:
         """The names that the name map adds to this one, if they are what the patterns matched."""
+        return [other for other in self._others(name) if other != name and self._matcher.verdict_on(other)]
+
+    def _others(self, name: str) -> list[str]:
         more = self._lookup(name)
-        names = more.values() if isinstance(more, Mapping) else more
-        return [other for other in names if other != name and self._matcher.verdict_on(other)]
+        return list(more.values() if isinstance(more, Mapping) else more)
 
     def _lookup(self, name: str) -> Sequence[str] | Mapping[str, str]:
         more = None if self._more_names is None else self._more_names(name)
@@ -168,7 +188,7 @@ def closest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[tu
     Of names that differ in numbers alone, only the first is looked at: a model has few kinds of names.
     """
     kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
-    literal = re.sub(r"[*?!]|\[[^\]]*\]", "", re.sub(r"\d+", "0", pattern))
+    literal = re.sub(r"[*?!]|\[[^\]]*\]", "", re.sub(r"\d+", "0", without_braces(pattern)))[:1000]
     scored = []
     for kind, name in kinds.items():
         blocks = SequenceMatcher(None, literal, kind, autojunk=False).get_matching_blocks()

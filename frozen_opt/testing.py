@@ -120,7 +120,7 @@ def _select(model: Model, patterns: Sequence[str], group: ranks.Group) -> dict[s
     wanted = check_patterns(patterns, "test")
     if not wanted:
         raise AssertionError("there are no patterns, so that nothing would be checked")
-    selection = Selector("test", wanted).select(module_list(model))
+    selection = Selector("test", wanted).select(module_list(model)).whole()
     credited = sorted({index for found in selection.matches for index in found.verdict.credited})
     findings = ranks.gather(credited, group)
     current, _ = resting_parameters(model)

@@ -37,6 +37,7 @@ def tensor(*shape: int, start: int = 0) -> dict[str, Any]:
 
 
 def previewed(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()  # what the test itself has brought about, saving a model, say
     code = main(["preview", "--json", *map(str, arguments)])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
@@ -438,11 +439,11 @@ def test_bad_options_get_clear_lines(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (BOMB, "too large for a config"),
+        (BOMB, "is no config: it is too large"),
         ("a: &a [*a]", "is no config"),
         ("[" * 5000, "is no config"),
         ("a: [", "is no config"),
-        ("just words", "must hold keys and values"),
+        ("just words", "no role with freeze_parameters"),
         ("!!python/object/apply:os.system ['touch ran']", "is no config"),
         ("trainer: {policy: {freeze_parameters: '*.mlp.gate.weight'}}", "must be a list of patterns"),
         ("trainer: {policy: {freeze_parameters: '${gone}'}}", "is no config"),
@@ -460,6 +461,128 @@ def test_a_bad_config_gets_one_clear_line(
     assert said in err
     assert err.count("\n") == 1
     assert not Path("ran").exists()
+
+
+QUOTE = 'Quote each pattern, as in ["*.mlp.gate.weight", "!lm_head.*"]'
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("freeze_parameters: [*.mlp.gate.weight]", "line 3, column 25: without quotes * begins an alias"),
+        ('freeze_parameters: ["*", !lm_head.weight]', "line 3, column 30: without quotes ! begins a tag"),
+        ("freeze_parameters: [[01].weight]", "line 3, column 25: without quotes [ begins a list"),
+        ("freeze_parameters: [layers.[01].weight]", "line 3, column 32: without quotes [ begins a list"),
+        ("freeze_parameters: [layers.{0..3}.w]", "line 3, column 32: without quotes { begins a mapping"),
+        ("freeze_parameters:\n      - !lm_head.*", "line 4, column 9: without quotes ! begins a tag"),
+        ("freeze_parameters:\n      - *", "line 4, column 9: without quotes * begins an alias"),
+        ("freeze_parameters:\n      - *foo", "line 4, column 9: without quotes * begins an alias"),
+        ("freeze_parameters:\n      - {q,k}_proj", "line 4, column 9: without quotes { begins a mapping"),
+        ("freeze_parameters:\n      - '*' # [*\n      - [01].w", "line 5, column 9: without quotes ["),
+    ],
+)
+def test_case_39_an_unquoted_pattern_is_placed_and_remedied(
+    line: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer:\n  policy:\n    {line}\n")
+    assert main(["preview", str(DATA / "gpt2.json"), "--config", str(path)]) == 2
+    err = capfd.readouterr().err
+    assert place in err
+    assert QUOTE in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("a: 1\nb: [1, 2\nc: 3\n", "line 3, column 2: did not find expected ',' or ']'"),
+        ('a: ["*.w]\n', "line 2, column 1: found unexpected end of stream"),
+        ("b: &b 1\na: 1\nc: *b\na: 2\n", "line 4, column 1: found duplicate key a"),
+        ("a: 1\n---\nb: 2\n", "line 2, column 1: but found another document"),
+    ],
+)
+def test_case_39_other_yaml_errors_are_placed(
+    text: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert main(["preview", str(DATA / "gpt2.json"), "--config", str(path)]) == 2
+    err = capfd.readouterr().err
+    assert place.partition(": ")[0] in err
+    assert "Quote each" not in err
+    assert err.count("\n") == 1
+
+
+def test_case_39_numbers_are_those_of_omegaconf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from omegaconf import OmegaConf
+
+    path = tmp_path / "run.yaml"
+    seen = {}
+    for eps in ("1e-8", "1.0e-8"):
+        options = f"{{optimizer: AdamW, optimizer_kwargs: {{eps: {eps}, amsgrad: yes, betas: [0.9, 99e-2]}}}}"
+        path.write_text(f"policy: {{freeze_parameters: ['*.norm.*'], optimizer_config: {options}}}")
+        assert OmegaConf.load(path).policy.optimizer_config.optimizer_kwargs.eps == 1e-8
+        seen[eps] = previewed(capsys, "--factory", FACTORY, "--config", path)["policy"]
+    assert seen["1e-8"] == seen["1.0e-8"]
+    assert seen["1e-8"]["optimizer_state_bytes"]["without_freezing"] == 12 * 520 + 4 * 11
+
+
+def test_case_39_a_duplicate_key_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("policy:\n  freeze_parameters: ['*.norm.*']\n  freeze_parameters: ['head.*']\n")
+    assert main(["preview", "--factory", FACTORY, "--config", str(path)]) == 2
+    assert "line 3, column 3: found duplicate key freeze_parameters" in capfd.readouterr().err
+
+
+def test_case_39_an_architecture_that_transformers_lacks_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((DATA / "gpt2.json").read_text())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(values | {"architectures": ["GPT2ForRewards", "torch"]}))
+    assert main(["preview", str(tmp_path), "lm_head.weight", "--expect", "1"]) == 2
+    err = capfd.readouterr().err
+    assert "lacks; tried: transformers.GPT2ForRewards, transformers.torch. Give the model by --factory" in err
+    assert err.count("\n") == 1
+    auto = {"AutoConfig": "c.C", "AutoModel": "m.GPT2ForRewards"}
+    config.write_text(json.dumps(values | {"architectures": ["GPT2ForRewards"], "auto_map": auto}))
+    assert main(["preview", str(tmp_path), "lm_head.weight"]) == 2
+    assert "(its own code is run only with --trust-remote-code)" in capfd.readouterr().err
+
+
+def test_case_39_an_empty_shard_name_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for name in ("", "..", ".", "a/b", "x" * 300, "\0"):
+        index.write_text(json.dumps({"weight_map": {"a.weight": name, "b.weight": "x.safetensors"}}))
+        code = main(["preview", str(tmp_path), "a.*", "--expect", "1"])
+        err = capfd.readouterr().err
+        assert (code, err) == (0, "") or (code == 2 and "puts 'a.weight' into" in err)
+        assert code == (2 if name in ("", "..", ".", "a/b") else 0)  # a file that can't be there is missing
+
+
+def test_case_39_a_pattern_for_a_buffer_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["preview", str(DATA / "deepseek-v3.json"), "*.e_score_correction_bias"]) == 2
+    err = capfd.readouterr().err
+    assert "it matches model.layers.3.mlp.gate.e_score_correction_bias" in err
+    assert "a buffer, and buffers are never frozen" in err
+
+
+def test_a_model_of_too_many_modules_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("frozen_opt.sources._MAX_MODULES", 100)
+    assert main(["preview", str(DATA / "gpt2.json"), "*.bias"]) == 2
+    assert "a model of more than 100 modules" in capfd.readouterr().err
+    monkeypatch.undo()
+    assert main(["preview", str(DATA / "gpt2.json"), "*.bias"]) == 0
+
+
+def test_what_is_doubtful_about_a_pattern_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    warnings = previewed(capsys, "--factory", FACTORY, "layers.[^1].*")["policy"]["warnings"]
+    assert [text for text in warnings if "write 'layers.[!1].*'" in text] == warnings != []
+    assert main(["preview", "--factory", FACTORY, "layers.[^1].*"]) == 0
+    assert f"\n  warning  {warnings[0]}\n" in capsys.readouterr().out
 
 
 def test_names_can_not_reach_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,66 +1,16 @@
 """Reports, metrics and the log."""
 
 import gc
-import itertools
-import re
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import frozen_opt
 from frozen_opt import with_freezing
-from frozen_opt.log import fold
 from frozen_opt.names import trainable_parameters
 from frozen_opt.report import frozen_so_far, optimizers_elsewhere
 from tests.models import transformer
-
-
-def unfold(line: str) -> list[str]:
-    """Every name that a folded line stands for."""
-    parts = re.split(r"\{([0-9.,]+)\}", line)
-    choices = []
-    for runs in parts[1::2]:
-        values: list[str] = []
-        for run in runs.split(","):
-            first, _, last = run.partition("..")
-            values += map(str, range(int(first), int(last or first) + 1))
-        choices.append(values)
-    return [
-        "".join(text + number for text, number in zip(parts[::2], [*numbers, ""], strict=True))
-        for numbers in itertools.product(*choices)
-    ]
-
-
-components = st.sampled_from(
-    ["layers", "experts", "gate", "0", "1", "2", "3", "7", "12", "007", "w1", "a0b12"]
-)
-names = st.lists(components, min_size=1, max_size=5).map(".".join)
-
-
-@given(st.lists(names, max_size=40, unique=True))
-def test_folding_loses_nothing_and_adds_nothing(some: list[str]) -> None:
-    assert sorted(name for line in fold(some) for name in unfold(line)) == sorted(some)
-
-
-@pytest.mark.parametrize(
-    ("some", "lines"),
-    [
-        ([f"model.layers.{i}.mlp.gate.weight" for i in range(48)], ["model.layers.{0..47}.mlp.gate.weight"]),
-        ([f"layers.{i}.w" for i in (0, 1, 2, 5, 7, 8)], ["layers.{0..2,5,7..8}.w"]),
-        (
-            [f"l.{i}.e.{j}.w" for i in range(3) for j in range(4)] + ["l.3.e.0.w"],
-            ["l.{0..2}.e.{0..3}.w", "l.3.e.0.w"],
-        ),
-        (["head.weight", "head.bias"], ["head.weight", "head.bias"]),
-        ([f"experts.weight{i}" for i in range(3)], ["experts.weight{0..2}"]),
-    ],
-)
-def test_what_folds(some: list[str], lines: list[str]) -> None:
-    assert fold(some) == lines
 
 
 def test_one_record_a_role_with_everything_in_it(logs: list[Any]) -> None:

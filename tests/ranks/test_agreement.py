@@ -170,7 +170,7 @@ def idle_rank() -> Any:
 
 def test_case_07_a_rank_with_nothing_left_to_train_is_named() -> None:
     # Without the refusal rank 1 fails alone, and late: "ValueError: optimizer got an empty parameter list".
-    # (Take the NothingTrainableError out of plan._look.)
+    # (Take `stuck` out of plan.make_plan.)
     first, second = run_ranks(idle_rank, 2, timeout=LIMIT)
     assert first == second
     kind, text = first

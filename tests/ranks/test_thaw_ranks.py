@@ -209,7 +209,7 @@ def fsdp1_start(patterns: list[str]) -> tuple[Any, Any]:
 def shards(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """This rank's first moments."""
     return {
-        name: optimizer.state[parameter]["exp_avg"].clone()
+        name: optimizer.state[parameter]["exp_avg"].flatten()  # in whatever shape FSDP1 gives them back
         for name, parameter in frozen_opt.named_parameters(model)
         if parameter in optimizer.state
     }
