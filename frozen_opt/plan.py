@@ -77,7 +77,7 @@ class FreezePlan(Frozen):
 
     def record(self, proof: Proof) -> FreezeReport:
         """Remember and log what is frozen now."""
-        optimizers, frozen, backend = proof
+        optimizers, frozen, backend, second = proof
         for parameter in frozen.values():
             parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = FreezeReport(
@@ -89,6 +89,7 @@ class FreezePlan(Frozen):
             self.element_count,
             self.ties,
             _held=dict.fromkeys(frozen),
+            _second=dict(second),
         )
         record(
             report,

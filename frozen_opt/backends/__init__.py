@@ -50,7 +50,7 @@ class Backend:
         """For parameters that stand in the tree only while they are in use, by id: the lasting ones."""
         return {}
 
-    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
+    def elements(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a parameter at rest, whatever else shares their storage."""
         values = parameter.detach()
         return values.to_local() if hasattr(values, "to_local") else values  # a DTensor's shard

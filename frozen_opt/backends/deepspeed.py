@@ -64,7 +64,7 @@ class DeepSpeedBackend(Backend):
         # Under ZeRO 3 a parameter that is not in use has no elements
         return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
 
-    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
+    def elements(self, parameter: torch.Tensor) -> torch.Tensor:
         # Under ZeRO 3 the lasting values are this rank's partition; the last ones end in padding.
         zero: Any = parameter
         if not hasattr(zero, "ds_tensor"):
