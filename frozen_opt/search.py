@@ -58,7 +58,7 @@ def search(
     for name in poor:
         if equal := [(which, 0) for which, tensor in enumerate(hay) if _is_copy(needles[name], tensor)]:
             found[name] = equal
-    return found, poor
+    return {name: found[name] for name in needles if name in found}, poor
 
 
 def surplus(
