@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from frozen_opt.backends.quantized import has_memory, inner_tensors
 from frozen_opt.search import Place, search, surplus
 
 Read = Callable[[torch.Tensor], torch.Tensor]
@@ -90,11 +91,11 @@ def sharing_memory(frozen: Mapping[str, torch.Tensor], held: Iterable[torch.Tens
 
     By range and not by storage, since FSDP1 and ZeRO lay neighbours out in one.
     """
-    ranges = sorted((*span, name) for name, tensor in frozen.items() if (span := _span(tensor)))
+    ranges = sorted((*span, name) for name, tensor in frozen.items() for span in _spans(tensor))
     starts = [start for start, _, _ in ranges]
     shared = set()
     for tensor in held:
-        if span := _span(tensor):
+        for span in _spans(tensor):
             # Frozen ranges may overlap each other only where they are the same memory.
             place = bisect_right(starts, span[1] - 1)
             while place and ranges[place - 1][1] > span[0]:
@@ -115,7 +116,7 @@ def _elements(tensors: Iterable[torch.Tensor], read: Read) -> list[torch.Tensor]
         elements = read(tensor).detach()
         if elements.is_complex():
             elements = torch.view_as_real(elements)
-        if elements.is_floating_point() and _span(elements):
+        if elements.is_floating_point() and elements.numel():
             found.append(elements.flatten())
     return found
 
@@ -124,14 +125,14 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return len(one) == len(other) and torch.equal(one, other.to(one.device, one.dtype))
 
 
+def _spans(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """From the first byte to behind the last one, of each plain tensor in which this rank holds something."""
+    return [span for part in inner_tensors(tensor) if (span := _span(part))]
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """From the first byte to behind the last one of what this rank holds; None where it holds nothing."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
-    if local.numel() == 0 or local.layout is not torch.strided or local.device.type == "meta":
+    if tensor.numel() == 0 or not has_memory(tensor):
         return None
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    try:
-        start = local.data_ptr()
-    except RuntimeError:  # fake tensors have no memory
-        return None
-    return (start, start + (last + 1) * local.element_size()) if start else None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

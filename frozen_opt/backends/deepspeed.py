@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from frozen_opt.backends import Backend, find_optimizers, plain
+from frozen_opt.backends.quantized import element_count
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Walk
@@ -62,13 +63,13 @@ class DeepSpeedBackend(Backend):
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
-        return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+        return [getattr(parameter, "ds_numel", element_count(parameter)) for parameter in parameters]
 
     def elements(self, parameter: torch.Tensor) -> torch.Tensor:
         # Under ZeRO 3 the lasting values are this rank's partition; the last ones end in padding.
         zero: Any = parameter
         if not hasattr(zero, "ds_tensor"):
-            return parameter.detach()
+            return super().elements(parameter)
         shard: torch.Tensor = zero.ds_tensor
         if shard.numel() < zero.ds_tensor.ds_numel:  # swapped out to disk
             raise UnsupportedBackendError(
