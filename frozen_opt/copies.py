@@ -64,9 +64,11 @@ def find_copies(
         return Copies()
     trainable = list(trainable)
     missing = _elements([tensor for tensor in trainable if id(tensor) not in held], read)
+    # A trainable parameter of equal values has a master of equal values.
+    rivals = _by_sample(missing) if found else {}
     for name, places in list(found.items()):
-        # A trainable parameter of equal values has a master of equal values.
-        if len(places) <= sum(_are_equal(needles[name], other) for other in missing):
+        alike = rivals.get(_sample(needles[name]), ())
+        if len(places) <= sum(torch.equal(needles[name], other) for other in alike):
             del found[name]
     mastered = bool(_places(missing, hay))
     networks = 0
@@ -121,8 +123,16 @@ def _elements(tensors: Iterable[torch.Tensor], read: Read) -> list[torch.Tensor]
     return found
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return len(one) == len(other) and torch.equal(one, other.to(one.device, one.dtype))
+def _by_sample(tensors: Iterable[torch.Tensor]) -> dict[object, list[torch.Tensor]]:
+    samples: dict[object, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        samples.setdefault(_sample(tensor), []).append(tensor)
+    return samples
+
+
+def _sample(tensor: torch.Tensor) -> object:
+    """What tensors of equal values have in common, and few others."""
+    return tensor.dtype, tensor.device, tensor.numel(), *tensor[:8].tolist()
 
 
 def _spans(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -48,7 +48,7 @@ def search(
             kinds = _kind(alike)[0], _kind(chosen)[0]
             dtype = min(kinds, key=lambda kind: kind.itemsize)
             for stride, sizes in _TIERS:
-                sized = {name: needle for name, needle in chosen.items() if len(needle) in sizes}
+                sized = {name: needle for name, needle in chosen.items() if needle.numel() in sizes}
                 anchors = _anchors(sized, stride, dtype, _kind(alike)[1])
                 rich.update(anchors.names[owner] for owner in anchors.owners.bincount().nonzero())
                 for name, place, meeting in _meetings(anchors, alike, stride, dtype):
@@ -108,14 +108,14 @@ def _anchors(
     length = stride + width - 1
     blocks, owners, starts = [], [], []
     for owner, needle in enumerate(needles.values()):
-        at = list(range(0, len(needle) - length + 1, _APART))
-        blocks.append(needle.unfold(0, length, _APART).to(device, kind))
-        if len(needle) - at[-1] >= 2 * length:
-            at.append(len(needle) - length)
-            blocks.append(needle[-length:].unsqueeze(0).to(device, kind))
+        last = needle.numel() - length
+        at = list(range(0, last + 1, _APART))
+        if last - at[-1] >= length:
+            at.append(last)
+        blocks += [needle.narrow(0, start, length) for start in at]
         owners += [owner] * len(at)
         starts += at
-    elements = bits(torch.cat(blocks)).view(-1, length).unfold(1, width, 1)
+    elements = bits(torch.stack(blocks).to(device, kind)).view(-1, length).unfold(1, width, 1)
     keys = elements.contiguous().view(torch.int64).squeeze(-1)
     owner_of = torch.tensor(owners, device=device).unsqueeze(1).expand_as(keys)
     offsets = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(stride, device=device)
@@ -140,7 +140,7 @@ def _meetings(
     times: Counter[tuple[int, int, int]] = Counter()
     met: dict[tuple[int, int, int], int] = {}
     for batch in _batches(hay, stride, 8 // kind.itemsize) if len(anchors.keys) else ():
-        keys = bits(torch.cat([windows.to(kind) for _, _, windows in batch])).view(torch.int64)
+        keys = bits(torch.cat([windows for _, _, windows in batch]).to(kind)).view(torch.int64)
         rows = table[_slots(keys, size)].nonzero().squeeze(1)
         left = torch.searchsorted(anchors.keys, keys[rows])
         count = torch.searchsorted(anchors.keys, keys[rows], right=True) - left

@@ -24,7 +24,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [plain for name in names for plain in inner_tensors(getattr(tensor, name))]
-    return [tensor, *_tensors_of(getattr(tensor, "quant_state", None))]
+    state = getattr(tensor, "quant_state", None)
+    return [tensor] if state is None else [tensor, *_tensors_of(state)]
 
 
 def stored_elements(parameter: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,7 @@ def stored_elements(parameter: torch.Tensor) -> torch.Tensor:
     """
     parts = [part.detach() for part in inner_tensors(parameter)]
     for part in parts:
-        if part.numel() and not has_memory(part):
+        if not has_memory(part) and part.numel():
             raise UnsupportedBackendError(
                 f"the values of a {type(parameter).__module__}.{type(parameter).__qualname__} can't be read "
                 f"({part.layout}, {part.dtype}, on {part.device}). If it is a tensor subclass, it needs "
