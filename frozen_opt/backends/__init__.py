@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from frozen_opt.backends.quantized import element_count, stored_elements
+from frozen_opt.backends.quantized import element_counts, stored_elements
 from frozen_opt.errors import UnsupportedBackendError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Backend:
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements each parameter has in full, all its shards together."""
-        return [element_count(parameter) for parameter in parameters]
+        return element_counts(walk, parameters)
 
     def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
         """For parameters that stand in the tree only while they are in use, by id: the lasting ones."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from frozen_opt.backends import Backend, find_optimizers, plain
-from frozen_opt.backends.quantized import element_count
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Walk
@@ -63,7 +62,8 @@ class DeepSpeedBackend(Backend):
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
-        return [getattr(parameter, "ds_numel", element_count(parameter)) for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [getattr(parameter, "ds_numel", count) for parameter, count in counts]
 
     def elements(self, parameter: torch.Tensor) -> torch.Tensor:
         # Under ZeRO 3 the lasting values are this rank's partition; the last ones end in padding.

@@ -10,7 +10,6 @@ from torch import nn
 
 from frozen_opt.backends import Backend
 from frozen_opt.backends.plain import build_optimizer, surprises, wrapped_too_early
-from frozen_opt.backends.quantized import element_count
 from frozen_opt.errors import UnsupportedBackendError
 from frozen_opt.names import Found, Walk
 
@@ -67,7 +66,8 @@ class FSDPBackend(Backend):
                 "this module is the inside of a FullyShardedDataParallel, which alone knows how large its "
                 "parameters are: pass the FullyShardedDataParallel itself"
             )
-        return [whole.get(id(parameter), element_count(parameter)) for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [whole.get(id(parameter), count) for parameter, count in counts]
 
     def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
         # A forward that no backward follows leaves FSDP2's gathered parameters of the root in the tree.

@@ -15,7 +15,6 @@ from torch import nn
 
 from frozen_opt.backends import Backend
 from frozen_opt.backends.buffers import moving_buffers
-from frozen_opt.backends.quantized import element_count
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Renumbering, Walk, module_list, register_renumbering
@@ -67,7 +66,8 @@ class MegatronBackend(Backend):
             for name, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in wanted
         }
-        return [element_count(parameter) * shards[id(parameter)] for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [count * shards[id(parameter)] for parameter, count in counts]
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         if not _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer"):

@@ -6,24 +6,39 @@ bitsandbytes' 4-bit weights are packed bytes that have the rest as an attribute.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from frozen_opt.errors import UnsupportedBackendError
 
+if TYPE_CHECKING:
+    from frozen_opt.names import Walk
 
-def element_count(parameter: torch.Tensor) -> int:
-    """How many weights a parameter stands for, packed or not."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else torch.Size(state.shape).numel()
+
+def element_counts(walk: Walk, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """How many weights each parameter of a model stands for, packed or not."""
+    # bitsandbytes keeps what it knows of a weight with the layer as well, where sharding leaves it.
+    states = {
+        id(found.parameter): state
+        for found in walk.found
+        if found.attribute == "weight" and (state := vars(found.owner).get("quant_state")) is not None
+    }
+    counts = []
+    for parameter in parameters:
+        state = getattr(parameter, "quant_state", states.get(id(parameter)))
+        counts.append(parameter.numel() if state is None else torch.Size(state.shape).numel())
+    return counts
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that hold its values on this rank; itself, if it is one."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [plain for name in names for plain in inner_tensors(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        # A DTensor names its mesh as well.
+        return [plain for part in inner if isinstance(part, torch.Tensor) for plain in inner_tensors(part)]
     state = getattr(tensor, "quant_state", None)
     return [tensor] if state is None else [tensor, *_tensors_of(state)]
 
