@@ -71,10 +71,8 @@ def find_copies(
         if len(places) <= sum(torch.equal(needles[name], other) for other in alike):
             del found[name]
     mastered = bool(_places(missing, hay))
-    networks = 0
-    if found and not mastered:
-        stepped = _elements([tensor for tensor in trainable if id(tensor) in held], read)
-        networks = max(map(len, _places(stepped, hay)), default=0)
+    stepped = _elements([tensor for tensor in trainable if id(tensor) in held], read) if found else []
+    networks = max(map(len, _places(stepped, hay)), default=0)
     result = Copies()
     for name, places in found.items():
         shape = frozen[name].shape

@@ -109,7 +109,7 @@ class _Node(nn.Module):
     """Parameters and children under any name, without the rest of a module, of which there are many."""
 
     def __init__(self) -> None:
-        self.__dict__.update(_parameters={}, _modules={})
+        self.__dict__.update(_parameters={}, _modules={}, _buffers={})
 
 
 def _tree(shapes: Shapes, path: Path) -> tuple[nn.Module, bool]:

@@ -299,6 +299,24 @@ def test_a_second_network_excuses_no_third_copy_and_no_flat_one() -> None:
             )(policy)
 
 
+def test_a_second_network_excuses_no_master_in_another_form_or_beside_other_masters() -> None:
+    policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    second = copy.deepcopy(policy[1])
+    flat_one = nn.Parameter(torch.cat([torch.randn(3), policy[0].weight.detach().flatten()]))
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"copies of 0\.weight"):
+        with_freezing("policy", patterns=["0.*"])(
+            lambda model: torch.optim.AdamW([*trainable_parameters(model), *second.parameters(), flat_one])
+        )(policy)
+
+    model = Net()
+    model.norm.weight = nn.Parameter(torch.randn(30))
+    norm = nn.Parameter(model.norm.weight.detach().clone())  # the second network's, which froze the rest
+    with pytest.raises(FrozenParameterInOptimizerError, match=r"copies of a\.weight"):
+        with_freezing("policy", patterns=["a.*"])(
+            lambda model: Masters(half(model), [*model.norm.parameters(), norm], list)
+        )(model)
+
+
 def test_case_35_a_second_network_that_cant_be_told_from_masters_is_refused_with_a_way_out() -> None:
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     value = nn.Sequential(copy.deepcopy(policy[0]), nn.Linear(4, 1))  # equal only where it is frozen
