@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from frozen_opt.backends import choose_backend, find_optimizers
+from frozen_opt.backends import Backend, choose_backend, find_optimizers
+from frozen_opt.copies import find_copies, sharing_memory
 from frozen_opt.errors import FrozenParameterInOptimizerError, UnsupportedBackendError, listing
 from frozen_opt.places import Place
 from frozen_opt.report import frozen_so_far, optimizers_elsewhere
@@ -19,9 +19,20 @@ Optimizers = Sequence[tuple[Any, Sequence[torch.Tensor]]]
 """Optimizers, each with the model's parameters that it steps."""
 
 
+class Exclusion(NamedTuple):
+    """What there was to see once a factory had run, and nothing frozen in an optimizer."""
+
+    frozen: Mapping[str, nn.Parameter]
+    """What is frozen now, by name, tied parameters under each of their names."""
+    backend: str
+    """The one on which the model runs now."""
+    second: Mapping[str, int]
+    """Of which of them a second network has copies, and how many; see `copies`."""
+
+
 def prove_excluded(
     role: str, about: str, planned: Mapping[str, Place], now: Selection, optimizers: Optimizers
-) -> tuple[dict[str, nn.Parameter], str]:
+) -> Exclusion:
     """Prove that no optimizer that a factory built holds a frozen parameter.
 
     Args:
@@ -33,8 +44,7 @@ def prove_excluded(
         optimizers: What it built; none where it builds none.
 
     Returns:
-        What is frozen now, by name, tied parameters under each of their names; and the backend on which the
-        model runs now.
+        What there was to see.
 
     Raises:
         FrozenParameterInOptimizerError: One does, or a name holds a trainable tensor again.
@@ -71,19 +81,16 @@ def prove_excluded(
             f"{about}: the optimizer holds none of the model's parameters (copies, perhaps), so nothing can "
             "be proved about it. Teach frozen_opt this optimizer with register_backend"
         )
-    if shared := _sharing_memory(frozen, tensors.values()):
+    once = {name: frozen[name] for name in reversed(names.values())}
+    if shared := sharing_memory(once, tensors.values()):
         raise FrozenParameterInOptimizerError(
             f"{about}: the optimizer holds tensors in the memory of {listing(shared)}, and would move them. "
             "Tie parameters by assigning the parameter itself, so that frozen_opt sees the tie, or freeze "
             f"both. {put_back}"
         )
-    if copied := _copied(frozen, [tensor for key, tensor in tensors.items() if key not in own]):
-        raise FrozenParameterInOptimizerError(
-            f"{about}: the optimizer holds copies of {listing(copied)} (master weights, perhaps), which it "
-            f"would move. {remedy}, or build the copies of these alone. {put_back}"
-        )
+    second = prove_uncopied(about, once, now.walk.parameters, tensors, backend, {})
     prove_apart(role, set(tensors))
-    return frozen, backend.name
+    return Exclusion(frozen, backend.name, second)
 
 
 def _frozen_now(planned: Mapping[str, Place], now: Selection) -> dict[str, nn.Parameter]:
@@ -92,6 +99,51 @@ def _frozen_now(planned: Mapping[str, Place], now: Selection) -> dict[str, nn.Pa
     standing = {name: place() for name, place in planned.items()}
     frozen = {name: it for name, it in standing.items() if it is not None and id(it) in own}
     return frozen | {name: found.parameter for name, found in now.frozen.items()}
+
+
+def prove_uncopied(
+    about: str,
+    frozen: Mapping[str, torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+    held: Mapping[int, torch.Tensor],
+    backend: Backend,
+    second: Mapping[str, int],
+) -> Mapping[str, int]:
+    """Raise if what an optimizer holds from outside the model has values of frozen parameters in it.
+
+    Args:
+        about: What error texts begin with.
+        frozen: The frozen parameters, by name.
+        parameters: All of the model's.
+        held: What the optimizer holds, by id.
+        backend: The model's.
+        second: What this returned when the optimizer was built.
+
+    Returns:
+        Of which frozen parameters a second network has copies, and how many.
+    """
+    own = {id(parameter): parameter for parameter in parameters}
+    foreign = [tensor for key, tensor in held.items() if key not in own]
+    if not foreign:  # the usual case, which costs nothing
+        return second
+    others = own.keys() - set(map(id, frozen.values()))
+    trainable = [own[key] for key in others if own[key].requires_grad]
+    copies = find_copies(frozen, trainable, held, foreign, backend.elements, second)
+    if copies.held:
+        raise FrozenParameterInOptimizerError(
+            f"{about}: the optimizer holds copies of {listing(copies.held)} (master weights, perhaps in one "
+            "flat tensor), which it would move. Build the copies of frozen_opt.trainable_parameters(model) "
+            "alone. If they are weights of a second network that started from the same ones, build its "
+            "optimizer by itself, outside of this factory"
+        )
+    if copies.unclear:
+        raise UnsupportedBackendError(
+            f"{about}: the optimizer holds master weights, and {listing(copies.unclear)} may be among them: "
+            "these are zeros, ones or a few numbers, which tell nothing. If they are not (zeros may be "
+            "padding), say which parameters this optimizer steps: register_backend(MyBackend()), whose "
+            "optimizer_parameters(optimizer) returns those of the model"
+        )
+    return copies.second
 
 
 def prove_apart(role: str, held: set[int]) -> None:
@@ -121,56 +173,3 @@ def prove_free(role: str, about: str, names: Mapping[int, str]) -> None:
                 f"{about}: the optimizer of role {other!r} holds {listing(shared)}: the two roles share "
                 f"these tensors. Freeze them for {other!r} as well, before its optimizer is built"
             )
-
-
-def _sharing_memory(frozen: Mapping[str, torch.Tensor], held: Iterable[torch.Tensor]) -> list[str]:
-    """Names of frozen tensors whose bytes an optimizer's tensor covers: ties by `.data`, views of a part.
-
-    By range and not by storage, since FSDP1 and ZeRO lay neighbours out in one.
-    """
-    ranges = sorted((*span, name) for name, tensor in frozen.items() if (span := _span(tensor)))
-    starts = [start for start, _, _ in ranges]
-    shared = set()
-    for tensor in held:
-        if span := _span(tensor):
-            # Frozen ranges may overlap each other only where they are the same memory.
-            place = bisect_right(starts, span[1] - 1)
-            while place and ranges[place - 1][1] > span[0]:
-                place -= 1
-                shared.add(ranges[place][2])
-    return [name for name in frozen if name in shared]
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """From the first byte to behind the last one of what this rank holds; None where it holds nothing."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
-    if local.numel() == 0 or local.layout is not torch.strided or local.device.type == "meta":
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    try:
-        start = local.data_ptr()
-    except RuntimeError:  # fake tensors have no memory
-        return None
-    return (start, start + (last + 1) * local.element_size()) if start else None
-
-
-def _copied(frozen: Mapping[str, torch.Tensor], foreign: Sequence[torch.Tensor]) -> list[str]:
-    """Names of frozen tensors of which a tensor from outside the model is a copy, in any precision.
-
-    Tensors of one value tell nothing: a new bias looks like any other.
-    """
-    alike = [
-        (name, tensor, copy)
-        for copy in foreign
-        for name, tensor in frozen.items()
-        if copy.shape == tensor.shape and _span(copy) and _span(tensor) and copy.device == tensor.device
-    ]
-    return [
-        name
-        for name, tensor, copy in alike
-        if torch.equal(copy.detach().to(tensor.dtype), tensor.detach()) and not _is_constant(tensor)
-    ]
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all())

@@ -112,6 +112,8 @@ class Walk:
     """All of them, in model order, tied ones as often as they have names."""
     wrappers: list[nn.Module] = field(default_factory=list)
     """The execution wrappers met."""
+    buffered: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """The modules with buffers, after what their canonical names begin with."""
     classes: set[str] = field(default_factory=set)
     """Qualified names of all classes (bases included) of which the model holds an instance."""
 
@@ -141,6 +143,7 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
     """
     result = Walk(chunks)
     found, parameters, wrappers = result.found, result.parameters, result.wrappers
+    buffered = result.buffered
     types: dict[type, tuple[str | None, Callable[[Any], Renumbering] | None] | None] = {}
     renumbered: dict[int, Mapping[str, str]] = {}
     ancestors: set[int] = set()  # a module may hold its own ancestor; torch's walk ends there as well
@@ -169,6 +172,8 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
                     verdict = verdicts[shown]
                     if verdict is not None:
                         found.append(Found(prefix + shown, name, parameter, module, verdict))
+        if module._buffers:
+            buffered.append((prefix, module))
         if module._modules:
             ancestors.add(id(module))
             for name, child in module._modules.items():

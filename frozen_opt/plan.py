@@ -56,6 +56,8 @@ class Proof(NamedTuple):
     """Not the one that was planned for, if the factory has wrapped the model."""
     built: bool = True
     """Whether there is an optimizer, or may be one later."""
+    second: Mapping[str, int] = {}
+    """Of which frozen parameters a second network has copies; see `copies`."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,11 @@ class FreezePlan(Frozen):
         assert self._selector is not None
         assert self._agreement is not None
         backend, untied = self.backend, {}
+        second: Mapping[str, int] = {}
         if self.patterns:
             planned = {kept.name: place for place, kept in self._frozen.items()}
             now = self._selector.select(self._chunks).whole()
-            frozen, backend = prove_excluded(self.role, _about(self), planned, now, optimizers)
+            frozen, backend, second = prove_excluded(self.role, _about(self), planned, now, optimizers)
             untied = {
                 other: name
                 for name, others in self.ties.items()
@@ -141,7 +144,7 @@ class FreezePlan(Frozen):
             prove_apart(self.role, {id(tensor) for _, held in optimizers for tensor in held})
         everywhere = self._agreement.share(untied, self.patterns)
         broken = {name: other for found in everywhere for name, other in found.items()}
-        return Proof(optimizers, broken, backend, built=bool(optimizers))
+        return Proof(optimizers, broken, backend, bool(optimizers), second)
 
     def leave_traces(self, proof: Proof, report: FreezeReport) -> None:
         """Let the states of the optimizers tell this list; see `trace`."""
@@ -197,6 +200,7 @@ class FreezePlan(Frozen):
             },
             untied=untied,
             has_optimizer=proof.built,
+            _second=dict(proof.second),
             _seen={kept.name: None for kept in self._frozen.values()},
         )
 

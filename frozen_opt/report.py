@@ -61,6 +61,8 @@ class FreezeReport(Frozen):
         default_factory=dict, repr=False, compare=False
     )
     """The frozen parameters that this rank holds, and identity and shape of what `verify` found first."""
+    _second: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """Of which of them a second network in the same optimizer has copies, and how many."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_seen": {}}  # an identity is that of this process
@@ -73,7 +75,10 @@ class FreezeReport(Frozen):
         fingerprint: Fingerprint | None = None,
         group: ranks.Group = None,
     ) -> None:
-        """Check that the freeze still holds. Reads no weights, so that each step can afford it.
+        """Check that the freeze still holds, cheaply enough for each step.
+
+        Reads no weights, but where an optimizer is given that holds tensors from outside the model: some
+        of these, and of the frozen ones.
 
         Every frozen parameter is registered under its name, requires no gradient, and is the tensor, of
         the same shape, that the first call found there. With torch.distributed up, every rank must call,
@@ -81,7 +86,8 @@ class FreezeReport(Frozen):
 
         Args:
             model: The model that was frozen, sharded or wrapped since.
-            optimizer: If given, it may hold no frozen parameter; looked into as what a factory returns.
+            optimizer: If given, it may hold no frozen parameter and no copy of one; looked into as what a
+                factory returns.
             fingerprint: If given, the frozen values must be those of this `fingerprint`, which does read
                 them all: for checkpoints. It may come from a run with other ranks.
             group: The ranks that agree; all by default.

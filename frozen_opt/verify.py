@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from frozen_opt import ranks
-from frozen_opt.backends import require_optimizers
+from frozen_opt.backends import Backend, require_optimizers
 from frozen_opt.errors import (
     FreezeConfigError,
     FrozenParameterChangedError,
@@ -23,6 +23,7 @@ from frozen_opt.errors import (
     UnsupportedBackendError,
     listing,
 )
+from frozen_opt.exclusion import prove_uncopied
 from frozen_opt.shards import mixed_bits, resting_parameters
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _together(work: Callable[[], T], report: FreezeReport, group: ranks.Group) -
 
 
 def _check(report: FreezeReport, model: Model, optimizer: object) -> None:
-    current, _ = resting_parameters(model)
+    current, backend = resting_parameters(model)
     seen = report._seen
     wanted = {*report.names, *(name for others in report.ties.values() for name in others)}
     missing = [name for name in seen if name not in current]
@@ -111,7 +112,7 @@ def _check(report: FreezeReport, model: Model, optimizer: object) -> None:
         texts = [f"{listing(names)} {text}" for names, text in faults if names]
         raise FrozenParameterChangedError(f"role {report.role!r}: {'; '.join(texts)}")
     if optimizer is not None:
-        _check_optimizer(report, current, watched, optimizer)
+        _check_optimizer(report, current, watched, optimizer, backend)
     seen.update(now)
 
 
@@ -120,20 +121,22 @@ def _check_optimizer(
     current: Mapping[str, nn.Parameter],
     watched: Mapping[str, nn.Parameter],
     optimizer: object,
+    backend: Backend,
 ) -> None:
-    held = {id(tensor) for _, tensors in require_optimizers(optimizer) for tensor in tensors}
+    held = {id(tensor): tensor for _, tensors in require_optimizers(optimizer) for tensor in tensors}
     if caught := [name for name, parameter in watched.items() if id(parameter) in held]:
         raise FrozenParameterInOptimizerError(
             f"role {report.role!r}: the optimizer holds {listing(caught)}, which should be frozen: something "
             "called add_param_group with it, or built another optimizer. Give it "
             "frozen_opt.trainable_parameters(model)"
         )
-    if held and held.isdisjoint(map(id, current.values())):
+    if held and held.keys().isdisjoint(map(id, current.values())):
         raise UnsupportedBackendError(
             f"role {report.role!r}: the optimizer holds none of the model's parameters, so nothing can be "
             "proved about it: pass the model that it trains, or teach frozen_opt this optimizer with "
             "register_backend"
         )
+    prove_uncopied(f"role {report.role!r}", watched, current.values(), held, backend, report._second)
 
 
 def _checksums(report: FreezeReport, model: Model, rank: int) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """The benchmarks run, in sizes below even their small form; their claims hold, but for those on time."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import frozen_opt
-from benchmarks import common, matching, optimizer_state, ranks, training_step
+from benchmarks import common, copies, matching, optimizer_state, ranks, training_step
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,18 @@ def test_agreement_sends_names_only_where_they_differ() -> None:
     result = ranks.run(full=False)
     assert all(exact(result).values()), result.claims
     result.finish(full=False)
+
+
+def test_searching_masters_reads_nothing_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "measure", partial(shrunk, copies.measure))
+    result = copies.run(full=False)
+    assert all(exact(result).values()), result.claims
+    assert len(exact(result)) == 2
+    result.finish(full=False)
+
+
+def shrunk(measure: Callable[..., Any], count: int, elements: int, repeats: int) -> Any:
+    return measure(count, elements >> 8, repeats)
 
 
 def test_a_step_keeps_what_is_frozen_and_saves_its_gradients_and_state(

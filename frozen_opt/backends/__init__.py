@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from frozen_opt.backends.quantized import element_counts, stored_elements
 from frozen_opt.errors import UnsupportedBackendError
 
 if TYPE_CHECKING:
@@ -51,16 +52,19 @@ class Backend:
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements each parameter has in full, all its shards together."""
-        return [parameter.numel() for parameter in parameters]
+        return element_counts(walk, parameters)
 
     def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
         """For parameters that stand in the tree only while they are in use, by id: the lasting ones."""
         return {}
 
-    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's elements of a parameter at rest, whatever else shares their storage."""
-        values = parameter.detach()
-        return values.to_local() if hasattr(values, "to_local") else values  # a DTensor's shard
+    def elements(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a parameter at rest, whatever else shares their storage.
+
+        Raises:
+            UnsupportedBackendError: They can't be read.
+        """
+        return stored_elements(parameter)
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         """The model's own parameters that `optimizer` steps; None if it is none of this backend's.

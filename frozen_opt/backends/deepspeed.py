@@ -71,13 +71,14 @@ class DeepSpeedBackend(Backend):
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
-        return [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [getattr(parameter, "ds_numel", count) for parameter, count in counts]
 
-    def elements(self, parameter: nn.Parameter) -> torch.Tensor:
+    def elements(self, parameter: torch.Tensor) -> torch.Tensor:
         # Under ZeRO 3 the lasting values are this rank's partition; the last ones end in padding.
         zero: Any = parameter
         if not hasattr(zero, "ds_tensor"):
-            return parameter.detach()
+            return super().elements(parameter)
         shard: torch.Tensor = zero.ds_tensor
         if shard.numel() < zero.ds_tensor.ds_numel:  # swapped out to disk
             raise UnsupportedBackendError(

@@ -70,7 +70,8 @@ class FSDPBackend(Backend):
                 "this module is the inside of a FullyShardedDataParallel, which alone knows how large its "
                 "parameters are: pass the FullyShardedDataParallel itself"
             )
-        return [whole.get(id(parameter), parameter.numel()) for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [whole.get(id(parameter), count) for parameter, count in counts]
 
     def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
         # A forward that no backward follows leaves FSDP2's gathered parameters of the root in the tree.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from frozen_opt.backends import Backend
+from frozen_opt.backends.buffers import moving_buffers
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
 from frozen_opt.names import Found, Renumbering, Walk, module_list, register_renumbering
@@ -67,7 +68,7 @@ class MegatronBackend(Backend):
         return None
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
-        return [*_expert_bias(matched), *_recompute(walk, matched)]
+        return [*moving_buffers(walk, matched), *_recompute(walk, matched)]
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         wanted = set(map(id, parameters))
@@ -78,7 +79,8 @@ class MegatronBackend(Backend):
             for name, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in wanted
         }
-        return [parameter.numel() * shards[id(parameter)] for parameter in parameters]
+        counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
+        return [count * shards[id(parameter)] for parameter, count in counts]
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         if not _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer"):
@@ -226,16 +228,6 @@ def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 # --- warnings
-
-
-def _expert_bias(matched: Sequence[Found]) -> list[str]:
-    if all(found.owner._buffers.get("expert_bias") is None for found in matched):
-        return []
-    # Without names, so that the pipeline stages say the same, and it is logged once.
-    return [
-        "the load-balancing buffers expert_bias of the frozen routers are not covered: Megatron updates them "
-        "outside the optimizer. Set moe_router_bias_update_rate=0 if they must stay as well"
-    ]
 
 
 def _recompute(walk: Walk, matched: Sequence[Found]) -> list[str]:

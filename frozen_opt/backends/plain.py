@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
-from torch.nn.modules.batchnorm import _NormBase
 
 from frozen_opt.backends import Backend
+from frozen_opt.backends.buffers import moving_buffers
 from frozen_opt.backends.ddp import wrapped_too_early, wrapped_without
 from frozen_opt.config import lookup
 from frozen_opt.errors import FreezeConfigError, listing
@@ -51,23 +51,7 @@ class TorchBackend(Backend):
 
 def surprises(walk: Walk, matched: Sequence[Found]) -> list[str]:
     """What surprises a user of torch, on any backend that runs torch's own modules."""
-    return [*_running_statistics(matched), *_reentrant_checkpointing(walk, matched)]
-
-
-def _running_statistics(matched: Sequence[Found]) -> list[str]:
-    moving = sorted(
-        {
-            found.name.rpartition(".")[0]
-            for found in matched
-            if isinstance(found.owner, _NormBase) and found.owner.track_running_stats
-        }
-    )
-    if not moving:
-        return []
-    return [
-        f"the running statistics of {listing(moving)} are buffers, and still move in training mode though "
-        "the parameters are frozen: call .eval() on these modules if they must stay as well"
-    ]
+    return [*moving_buffers(walk, matched), *_reentrant_checkpointing(walk, matched)]
 
 
 def _reentrant_checkpointing(walk: Walk, matched: Sequence[Found]) -> list[str]:
