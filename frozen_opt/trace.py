@@ -34,8 +34,10 @@ def leave_trace(optimizer: object, report: FreezeReport, names: Mapping[int, str
         report: What is frozen.
         names: id of each parameter of the model -> its canonical name.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
+    if not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_state_dict_post_hooks" not in vars(
+        optimizer
+    ):
+        return  # the second: one made of optimizers, which never called the constructor of torch's
     _let_checkpoints_lack_traces()
     for handle in vars(optimizer).get(_HANDLES, ()):  # of an earlier call
         handle.remove()
