@@ -21,6 +21,7 @@ from frozen_opt.cli import main
 from frozen_opt.headers import MAX_JSON, BadInput, read_header, read_index
 from frozen_opt.optimizer_state import Unmeasurable, state_bytes
 from frozen_opt.sources import open_model
+from frozen_opt.yaml_input import check_size
 from tests.models import train, transformer
 
 DATA = Path(__file__).with_name("data")
@@ -576,6 +577,23 @@ def test_a_model_of_too_many_modules_is_not_built(
     assert "a model of more than 100 modules" in capfd.readouterr().err
     monkeypatch.undo()
     assert main(["preview", str(DATA / "gpt2.json"), "*.bias"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (BOMB, "too large"),
+        ("[" * 60 + "]" * 60, "too large"),
+        ("".join(f"a{i}: &a{i} [{f'*a{i - 1}' if i else 1}]\n" for i in range(60)), "too large"),
+        ("a: '" + "${b}" * 3000 + "'", "too large"),
+        ("a: &a [*a]", "refers to itself"),
+    ],
+    ids=lambda _: "",
+)
+def test_yaml_is_measured_before_any_of_it_is_made(text: str, says: str) -> None:
+    # OmegaConf has limits of its own only from 2.4 on.
+    with pytest.raises(ValueError, match=says):
+        check_size(text)
 
 
 def test_what_is_doubtful_about_a_pattern_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
