@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+PATCHES = Path(__file__).with_name("patches")
+"""The recipes for trainers that one edits: what is applied to them."""
 PACKAGES = {
     # Their dependencies want CUDA builds, and versions that exclude each other.
     "torchtitan": ["torchtitan==0.3.0", "spmd-types==0.2.3", "torch-checkpointing==0.1.1"],
@@ -18,7 +20,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], str]:
-    """A function that installs a trainer, once for all workers, and returns its folder."""
+    """A function that installs a trainer, once for all workers, and returns its folder, with its recipe applied."""
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
 
@@ -30,6 +32,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Calla
                 # SkyRL asks for Python 3.12, and runs on 3.11 with one stub.
                 pip += ["--ignore-requires-python", "--target", f"{folder}.part", *PACKAGES[trainer]]
                 subprocess.run(pip, check=True, timeout=280)
+                patch = PATCHES / f"{trainer}.patch"
+                if patch.exists():
+                    apply = ["git", "apply", "--unidiff-zero", str(patch)]
+                    subprocess.run(apply, check=True, cwd=f"{folder}.part")
                 Path(f"{folder}.part").rename(folder)
         return str(folder)
 

@@ -8,7 +8,13 @@ from typing import Any
 from tests.ranks.launch import run_ranks
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, folders: Sequence[str] = ()) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    folders: Sequence[str] = (),
+    timeout: float = 240,
+) -> list[Any]:
     """`run_ranks`, for trainers.
 
     Args:
@@ -16,8 +22,9 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, folders: Sequ
         world_size: How many ranks.
         args: The same arguments for each rank.
         folders: Where packages lie that are not installed; they go before those that are.
+        timeout: Seconds until every rank must have returned.
     """
-    return run_ranks(_prepared, world_size, function, list(folders), args, timeout=180)
+    return run_ranks(_prepared, world_size, function, list(folders), args, timeout=timeout)
 
 
 def _prepared(function: Callable[..., Any], folders: list[str], args: Sequence[Any]) -> Any:

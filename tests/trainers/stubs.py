@@ -1,10 +1,16 @@
 """What trainers ask for and a CPU does not have, each with its reason. Call in a rank, never in pytest."""
 
+import collections
 import sys
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import typing_extensions
 
 
 def accelerate_fsdp() -> None:
@@ -57,6 +63,71 @@ def torchtitan() -> None:
         return step_whole(self, *args, target=torch.cat(target_mbs) if target_mbs else None, **kwargs, **more)
 
     PipelineScheduleSingle.step = step
+
+
+def cuda() -> None:
+    """Trainers ask for CUDA by name: its tensors come from the CPU, and its device is the CPU.
+
+    By functions in place of torch's, not by a mode: modes hold for one thread, and actors have several.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.utils._device
+
+    def on_cpu(function: Any) -> Any:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+        return call
+
+    torch.utils._device._device_constructors()  # remembers the real ones, for `with torch.device("meta")`
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "zeros_like", "empty_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.device_count = lambda: 1
+    for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all", "ipc_collect"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    mesh = dist.device_mesh.init_device_mesh
+    dist.device_mesh.init_device_mesh = dist.init_device_mesh = lambda _, *args, **kwargs: mesh(
+        "cpu", *args, **kwargs
+    )
+    start = dist.init_process_group
+    dist.init_process_group = lambda _=None, **kwargs: start(**kwargs | {"backend": "gloo"})
+
+
+def skyrl() -> None:
+    """SkyRL 0.4 on Python 3.11 and a CPU. Ray calls it in each worker that it starts."""
+    cuda()
+    if sys.version_info < (3, 12):  # pydantic takes no other below, and SkyRL asks for 3.12
+        typing.TypedDict = typing_extensions.TypedDict
+    padding = module("flash_attn.bert_padding")  # imported always, called with flash attention only
+    padding.pad_input = padding.unpad_input = None
+    # It pins transformers below 5.17, where this name stood elsewhere.
+    from transformers import modeling_utils
+    from transformers.initialization import no_init_weights
+
+    modeling_utils.no_init_weights = no_init_weights
+    # Weights go to vLLM, of which the sender takes three names.
+    weights = module("vllm.distributed.weight_transfer.base")
+    weights.WeightSource = object
+    weights.ParamMeta = collections.namedtuple("ParamMeta", "name dtype shape")
+    weights.materialize_full_tensor = lambda tensor: getattr(tensor, "full_tensor", lambda: tensor)()
+
+
+def module(name: str) -> Any:
+    """An empty module of this name, and the packages that it is in."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        path = ".".join(parts[:length])
+        created = sys.modules.setdefault(path, ModuleType(path))
+        created.__spec__ = created.__spec__ or ModuleSpec(path, None)
+        created.__path__ = []
+    return sys.modules[name]
 
 
 class _Anything(ModuleType):

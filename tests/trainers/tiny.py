@@ -96,22 +96,22 @@ def outcome(
     )
 
 
-def check(found: Outcome, names: list[str] | None = None, role: str = "policy") -> None:
+def check(found: Outcome, start: Mapping[str, torch.Tensor] | None = None, role: str = "policy") -> None:
     """Assert that exactly the frozen parameters were left alone, and all others trained.
 
     Args:
         found: Of one rank, after some steps with weight decay.
-        names: The names that must be frozen; by default those that PATTERNS select.
+        start: The weights that it began with; by default those of `qwen.build()`.
         role: Under which the metrics stand.
     """
-    sizes = {name: parameter.numel() for name, parameter in qwen.build().named_parameters()}
-    names = frozen_names() if names is None else names
-    others = [name for name in sizes if name not in names]
+    sizes = {name: value.numel() for name, value in (start or dict(qwen.build().named_parameters())).items()}
+    names = frozen_names()
+    others = sorted(name for name in sizes if name not in names)
     elements = sum(sizes[name] for name in names)
     assert list(found.names) == names
     assert found.elements == elements
     assert found.metrics[f"{role}/frozen_parameter_count"] == len(names)
     assert found.metrics[f"{role}/frozen_element_count"] == elements
-    assert sorted(found.changed) == sorted(others)
-    assert sorted(found.with_state) == sorted(others)
-    assert sorted(found.trainable) == sorted(others)
+    assert sorted(found.changed) == others
+    assert sorted(found.with_state) == others
+    assert sorted(found.trainable) == others
