@@ -92,6 +92,9 @@ def cuda() -> None:
     torch.cuda.device_count = lambda: 1
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all", "ipc_collect"):
         setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *_: 0)
+    torch.cuda.mem_get_info = lambda *_: (1 << 30, 1 << 30)
     mesh = dist.device_mesh.init_device_mesh
     dist.device_mesh.init_device_mesh = dist.init_device_mesh = lambda _, *args, **kwargs: mesh(
         "cpu", *args, **kwargs
@@ -117,6 +120,35 @@ def skyrl() -> None:
     weights.WeightSource = object
     weights.ParamMeta = collections.namedtuple("ParamMeta", "name dtype shape")
     weights.materialize_full_tensor = lambda tensor: getattr(tensor, "full_tensor", lambda: tensor)()
+
+
+def verl() -> None:
+    """verl 0.9 has a platform for each kind of accelerator, and none for the CPU."""
+    cuda()
+    import torch
+    from verl.plugin.platform import platform_manager
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+    class Cpu(PlatformCUDA):
+        device_name = "cpu"
+
+        def current_device(self) -> Any:
+            return torch.device("cpu")
+
+        def is_available(self) -> bool:
+            return True
+
+    platform_manager.set_platform(Cpu())
+    # It pins transformers below 5.11, and names a class of it that is gone: of vision models.
+    from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+    modeling_qwen2_vl.Qwen2VLCausalLMOutputWithPast = None
+    # It asks whether a model is TRL's with a value head, which TRL has no more.
+    module("trl.experimental.ppo").AutoModelForCausalLMWithValueHead = type("None", (), {})
+    from verl.utils import fsdp_utils
+
+    # Both ways lead to the CPU; the device to which the other one moves has a number in its name.
+    fsdp_utils.load_fsdp_model_to_gpu = fsdp_utils.offload_fsdp_model_to_cpu
 
 
 def module(name: str) -> Any:
