@@ -139,6 +139,9 @@ def verl() -> None:
             return True
 
     platform_manager.set_platform(Cpu())
+    from torch.distributed.fsdp import _init_utils
+
+    _init_utils._check_module_states_for_sync_module_states = lambda _: None  # FSDP1 wants them on a GPU
     # It pins transformers below 5.11, and names a class of it that is gone: of vision models.
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
