@@ -1,4 +1,4 @@
-"""Trainers that can't be installed beside the rest: without their dependencies, into a folder of their own."""
+"""Trainers that can't be installed beside the rest: without dependencies, into folders of their own."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], str]:
-    """A function that installs a trainer, once for all workers, and returns its folder, with its recipe applied."""
+    """A function that installs a trainer, once for all workers, with its recipe; returns its folder."""
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
 

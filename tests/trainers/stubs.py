@@ -14,7 +14,7 @@ import typing_extensions
 
 
 def accelerate_fsdp() -> None:
-    """accelerate takes its FSDP plugin only where the ranks have accelerators."""
+    """FSDP in accelerate: it takes its FSDP plugin only where the ranks have accelerators."""
     from accelerate.state import DistributedType, PartialState
 
     PartialState(cpu=True)
@@ -22,7 +22,7 @@ def accelerate_fsdp() -> None:
 
 
 def torchtitan() -> None:
-    """Its device is found at import, and is CUDA where there is no accelerator; it asks that for its memory."""
+    """Its device is found at import, and CUDA where there is no accelerator; that is asked for its memory."""
     import torch
 
     if "torchtitan" in sys.modules:
@@ -45,7 +45,7 @@ def torchtitan() -> None:
 
     FSDPModule.set_gradient_divide_factor = divide_here
     with _absent("triton", "triton.language"):  # kernels of one expert-parallel dispatcher, for a GPU
-        import torchtitan.distributed.minimal_async_ep.kernels  # noqa: F401
+        import torchtitan.distributed.minimal_async_ep.kernels
     import torchtitan.distributed.utils
 
     torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None  # by a barrier on a device
@@ -123,7 +123,7 @@ def skyrl() -> None:
 
 
 def verl() -> None:
-    """verl 0.9 has a platform for each kind of accelerator, and none for the CPU."""
+    """A platform: verl 0.9 has one for each kind of accelerator, and none for the CPU."""
     cuda()
     import torch
     from verl.plugin.platform import platform_manager

@@ -32,7 +32,7 @@ def frozen_names() -> list[str]:
 
 
 def tokenizer() -> Any:
-    """One word a token: w0, w1, …"""
+    """A tokenizer of one word a token: w0, w1 and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -82,9 +82,9 @@ def outcome(
         role: Whose report to take.
     """
     start = start or dict(qwen.build().named_parameters())
-    states = [getattr(each, "state", {}) for each in (optimizer if isinstance(optimizer, list) else [optimizer])]
+    states = [each.state for each in (optimizer if isinstance(optimizer, list) else [optimizer])]
     with qwen.in_full(model) as now:
-        changed = [n for n, value in now.items() if not torch.equal(value.cpu(), start[n].to(value.dtype).cpu())]
+        changed = [name for name, value in now.items() if not torch.equal(value.cpu(), start[name].cpu())]
     parameters = dict(named_parameters(model))
     return Outcome(
         report(role).names,

@@ -18,24 +18,21 @@ from torchtitan.models import qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
-from frozen_opt import metrics, with_freezing
+from frozen_opt import decorate, metrics, with_freezing
 
 SIZE, WORDS, LAYERS = 32, 64, 4
 
 
 class FrozenOptimizers(OptimizersContainer):
-    """The recipe."""
+    """The recipe with a config key; without one, `decorate` takes a line."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         freeze_parameters: list[str] = field(default_factory=list)
 
+    @with_freezing("policy")
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
-        @with_freezing("policy")
-        def f(config, model_parts):
-            OptimizersContainer.__init__(self, config, model_parts=model_parts)
-            return self
-        f(config, model_parts)
+        super().__init__(config, model_parts=model_parts)
 
 
 class Metrics(MetricsProcessor):
@@ -60,7 +57,9 @@ class Data(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> None:
+    def __init__(
+        self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
         self.count, self.rank, self.shape = 0, dp_rank, (local_batch_size, seq_len)
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,7 +98,7 @@ class Tokenizer(BaseTokenizer):
 
 
 def model() -> Any:
-    """torchtitan's spec of a Qwen3-MoE, a small one."""
+    """A small Qwen3-MoE, as a spec of torchtitan."""
     rope = qwen3.CosSinRoPE.Config(dim=8, max_seq_len=64, theta=1e4)
     experts = {"num_experts": 4, "top_k": 2, "moe_hidden_dim": 16, "moe_comm_backend": "standard"}
     heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "attn_backend": "flex", "rope": rope}
@@ -122,10 +121,14 @@ def model() -> Any:
 
 def trainer(folder: Path, patterns: list[str], steps: int, pipeline: int) -> Trainer:
     """A trainer as torchtitan's config builds it; it resumes from what lies in the folder."""
-    adamw = default_adamw(lr=1e-2, eps=1e-3)  # or Adam makes large steps of small rounding errors
-    optimizer = FrozenOptimizers.Config(
-        param_groups=adamw.param_groups, implementation="for-loop", freeze_parameters=patterns
-    )
+    optimizer = default_adamw(lr=1e-2)
+    if pipeline == 1:
+        groups = optimizer.param_groups
+        optimizer = FrozenOptimizers.Config(param_groups=groups, freeze_parameters=patterns)
+    else:
+        factory = f"{OptimizersContainer.__module__}:OptimizersContainer.__init__"
+        decorate(factory, "policy", patterns=patterns)
+    optimizer.implementation = "for-loop"
     return Trainer.Config(
         model_spec=model(),
         dump_folder=str(folder),
@@ -162,6 +165,7 @@ def train(folder: Path, patterns: list[str], steps: int, pipeline: int) -> dict[
         "start": start,
         "weights": weights(titan),
         "with_state": [name for name, each in parameters if any(state.get(each) for state in states)],
+        "steps": {int(each["step"]) for state in states for each in state.values()},
         "metrics": titan.metrics_processor.logged[-1],
         "sizes": {name: each.numel() for name, each in parameters},
         "exported": sorted(titan.checkpointer.sd_adapter.to_hf(weights(titan))) if pipeline == 1 else [],
