@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -32,7 +32,7 @@ from frozen_opt import ranks
 from frozen_opt.headers import BadInput
 from frozen_opt.shards import bits, resting_parameters
 from frozen_opt.sources import first_line
-from frozen_opt.strategies import STRATEGIES, Wrapped, average, launched, rank_and_size
+from frozen_opt.strategies import STRATEGIES, Wrapped, average, launched, rank_and_size, rebuild
 from frozen_opt.yaml_input import check_interpolations, check_size, explain
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,6 +75,9 @@ def train(config: Any, out: Path) -> bool:
         progress(config.trainer.steps, console) as show,
     ):
         for step in range(1, config.trainer.steps + 1):
+            for role, node in _nodes(config).items():
+                if (patterns := _schedule(node).get(step)) is not None:
+                    change_list(learners[role], patterns, node)
             try:
                 metrics = {"step": step, **ppo_step(**learners, config=config), **frozen_opt.metrics()}
             except FloatingPointError as error:
@@ -84,7 +87,7 @@ def train(config: Any, out: Path) -> bool:
     for learner in learners.values():
         console.print(summary(learner))
     console.print(f"metrics of each step: {file.name}", markup=False, highlight=False, soft_wrap=True)
-    return not any(moved(learner, frozen=True) for learner in learners.values())
+    return not any(learner.astray + moved(learner, frozen=True) for learner in learners.values())
 
 
 # The config
@@ -100,6 +103,7 @@ def load_config(overrides: Sequence[str]) -> Any:
     OmegaConf.set_struct(default, True)  # refuses unknown keys
     for role in ("policy", "critic"):
         OmegaConf.set_struct(default.trainer[role].optimizer_config.optimizer_kwargs, False)
+        OmegaConf.set_struct(default.trainer[role].freeze_schedule, False)
     for override in overrides:
         _merge(default, [override])  # each alone first, for a message that names it
     config = _merge(default, overrides)
@@ -107,7 +111,23 @@ def load_config(overrides: Sequence[str]) -> Any:
     for key, known in (("environment.env_class", TASKS), ("trainer.strategy", STRATEGIES)):
         if (name := OmegaConf.select(config, key)) not in known:
             raise BadInput(f"{key} is {name!r}, not one of {[*known]}")
+    if config.trainer.strategy not in ("torch", "fsdp2") and any(map(_schedule, _nodes(config).values())):
+        raise BadInput(
+            f"trainer.strategy={config.trainer.strategy} can't train what its first list froze: a "
+            "freeze_schedule is for torch and fsdp2"
+        )
     return config
+
+
+def _nodes(config: Any) -> dict[str, Any]:
+    """The settings of each role that there is."""
+    return {role: config.trainer[role] for role in ("policy", "critic") if config.trainer[role] is not None}
+
+
+def _schedule(node: Any) -> dict[int, list[str]]:
+    """Step -> the list from that step on."""
+    schedule: Any = OmegaConf.to_container(node.freeze_schedule)
+    return dict(schedule)
 
 
 def _merge(default: Any, overrides: Sequence[str]) -> Any:
@@ -136,6 +156,11 @@ def _check(value: Any, default: Any, key: str = "") -> None:
     name = key.rpartition(".")[2]
     if name == "freeze_parameters" or (name == "critic" and value is None):
         return  # frozen_opt checks patterns
+    if name == "freeze_schedule":
+        steps = [*value] if isinstance(value, dict) else [0]
+        if not all(type(step) is int and step > 1 for step in steps):
+            raise BadInput(f"{key} is {value!r}, and must map steps from 2 on to lists, such as {{30: []}}")
+        return
     kind: Any = int | float if isinstance(default, float) else type(default)
     if not isinstance(value, kind) or isinstance(value, bool):  # no key is a switch, and True is an int
         example = "" if isinstance(default, dict) else f", such as {default!r}"
@@ -156,11 +181,20 @@ class Learner:
     """One role: its model, its optimizer, and what the closing table compares them with."""
 
     role: str
-    model: nn.Module
-    optimizer: Any
-    descend: Callable[[Tensor], float]
+    wrapped: Wrapped
     start: dict[str, Tensor]
+    """Values of the parameters when training began; of what was frozen later, when it was."""
     state_bytes_unfrozen: int
+    astray: list[str] = field(default_factory=list)
+    """What moved while an earlier list froze it."""
+
+    @property
+    def model(self) -> nn.Module:
+        return self.wrapped.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.wrapped.optimizer
 
 
 class Critic(nn.Module):
@@ -214,7 +248,22 @@ def make_learner(role: str, model: nn.Module, config: Any) -> Learner:
     state_bytes_unfrozen = measure_unfrozen(wrap(copy.deepcopy(model), node))
     wrapped: Wrapped = frozen_opt.with_freezing(role)(wrap)(model, node)
     start = {name: tensor.clone() for name, tensor in elements(wrapped.model).items()}
-    return Learner(role, *wrapped, start, state_bytes_unfrozen)
+    return Learner(role, wrapped, start, state_bytes_unfrozen)
+
+
+def change_list(learner: Learner, patterns: Sequence[str], node: Any) -> None:
+    """Go on with another freeze list: the factory again, and the state moved by name."""
+    learner.astray += moved(learner, frozen=True)
+    before, frozen = learner.optimizer, frozen_opt.report(learner.role).names
+    node = OmegaConf.merge(node, {"freeze_parameters": patterns})
+    learner.wrapped = frozen_opt.with_freezing(learner.role, model="wrapped.model")(rebuild)(
+        learner.wrapped, node
+    )
+    state = frozen_opt.migrate_optimizer_state(before, learner.optimizer, learner.model)
+    learner.optimizer.load_state_dict(state)
+    now = elements(learner.model)
+    for name in set(frozen_opt.report(learner.role).names).difference(frozen):
+        learner.start[name] = now[name].clone()
 
 
 def elements(model: nn.Module) -> dict[str, Tensor]:
@@ -354,7 +403,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> Tensor:
 
 def update(learner: Learner, loss: Tensor) -> dict[str, float]:
     """One optimizer step down the gradient of the loss; its metrics."""
-    norm = learner.descend(loss)
+    norm = learner.wrapped.descend(loss)
     return {f"{learner.role}/loss": loss.item(), f"{learner.role}/grad_norm": norm}
 
 
@@ -387,7 +436,7 @@ def summary(learner: Learner) -> Table:
     """The closing table of a role: what was frozen, whether it held, what it saved."""
     report = frozen_opt.report(learner.role)
     trainable = learner.start.keys() - set(report.names)
-    astray = moved(learner, frozen=True)
+    astray = [*learner.astray, *moved(learner, frozen=True)]
     held = f"no: {', '.join(astray)}" if astray else "yes" if report.names else "none is frozen"
     total = sum(parameter.numel() for parameter in learner.model.parameters())
     _, size = rank_and_size()

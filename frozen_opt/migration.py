@@ -40,12 +40,13 @@ def migrate_optimizer_state(
     left out; what was frozen then starts fresh. Learning rates and the like stay those of the group that
     a parameter was in.
 
-        optimizer.load_state_dict(migrate_optimizer_state(saved_state, optimizer, model))
+        before, optimizer = optimizer, build_optimizer(model, config)  # with another list
+        optimizer.load_state_dict(migrate_optimizer_state(before, optimizer, model))
 
     Args:
-        saved_state: What `optimizer.state_dict()` gave then, or torch.distributed.checkpoint's
-            `get_optimizer_state_dict(model, optimizer)`, flattened or not, or `FSDP.optim_state_dict`; of an
-            optimizer made of optimizers its own, or a list or mapping of states.
+        saved_state: The optimizer itself, in mid-run; or what `optimizer.state_dict()` gave then, or
+            torch.distributed.checkpoint's `get_optimizer_state_dict(model, optimizer)`, flattened or not, or
+            `FSDP.optim_state_dict`; of an optimizer made of optimizers its own, or a list or mapping of such.
         optimizer: Today's, built under today's freeze; or a list or mapping of optimizers.
         model: Today's model.
         saved: What `report.state_dict(model, optimizer)` gave then. Needed where `saved_state` has numbers in
@@ -64,7 +65,7 @@ def migrate_optimizer_state(
     origins: dict[str, _Origin] = {}
     names = _canonical_names(model)
     start = 0  # of a part's groups among all, as `saved` has them
-    for part in _parts(saved_state, names):
+    for part in _parts(saved_state, names, model):
         groups = part["param_groups"]
         for group, members in zip(groups, _saved_names(part, model, saved, start), strict=True):
             for key, name in zip(group["params"], members, strict=True):
@@ -120,8 +121,14 @@ def _for_fsdp1(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[st
     }
 
 
-def _parts(saved_state: Any, names: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+def _parts(saved_state: Any, names: Mapping[str, str], model: Model) -> Iterator[Mapping[str, Any]]:
     """Each optimizer's state, with `state` and `param_groups`."""
+    if isinstance(optimizer := saved_state, torch.optim.Optimizer):
+        saved_state = optimizer.state_dict()
+        if "param_groups" in saved_state:
+            yield saved_state | {KEY: {"optimizer_names": optimizer_names(optimizer, model)}}
+            return
+        saved_state = getattr(optimizer, "optimizers", saved_state)
     if isinstance(saved_state, Mapping):
         if {"state", "param_groups"} <= saved_state.keys():
             yield saved_state
@@ -136,7 +143,7 @@ def _parts(saved_state: Any, names: Mapping[str, str]) -> Iterator[Mapping[str, 
             "states either"
         )
     for part in saved_state:
-        yield from _parts(part, names)
+        yield from _parts(part, names, model)
 
 
 def _nested(flat: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -93,6 +93,12 @@ STRATEGIES: dict[str, Callable[[nn.Module, Any], Wrapped]] = {
 }
 
 
+def rebuild(wrapped: Wrapped, config: Any) -> Wrapped:
+    """Another optimizer over a model that is wrapped already, for another freeze list."""
+    optimizer = plain.build_optimizer(wrapped.model, config)
+    return _with_torch_step(wrapped.model, optimizer, config)
+
+
 def _with_torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, config: Any) -> Wrapped:
     max_norm = config.optimizer_config.max_grad_norm or math.inf
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import frozen_opt
 from frozen_opt import demo
+from frozen_opt.headers import BadInput
 
 SMALL = ["trainer.steps=3", "trainer.train_batch_size=16"]
 POLICY = "trainer.policy.freeze_parameters="
@@ -218,3 +219,58 @@ def test_rollout_reports_the_log_probabilities_that_training_computes() -> None:
     torch.testing.assert_close(chosen, batch.log_probs)
     # on the policy that sampled, the ratio is 1 and the normalised advantages cancel
     assert loss.item() == pytest.approx(-0.02 * entropy.item(), abs=1e-5)
+
+
+def test_a_schedule_changes_the_lists_in_mid_run(
+    tmp_path: Path, learners: dict[str, demo.Learner], logs: list[Any]
+) -> None:
+    schedules = [
+        """trainer.policy.freeze_schedule={3: [], 4: ["*.embed_tokens.weight"]}""",
+        """trainer.critic.freeze_schedule={2: ["*.mlp.gate.weight"]}""",
+    ]
+    assert demo.run([*SMALL, "trainer.steps=5", *schedules], tmp_path)
+    counts = [
+        (row["policy/frozen_parameter_count"], row["critic/frozen_parameter_count"])
+        for row in metrics(tmp_path)
+    ]
+    assert counts == [(2, 1), (2, 2), (0, 2), (1, 2), (1, 2)]
+    policy = learners["policy"]
+    state = policy.optimizer.state
+    named = policy.model.named_parameters()
+    steps = {name: int(state[parameter]["step"]) for name, parameter in named if parameter in state}
+    # Two epochs a step: what thawed in step 3 has taken six of them, all else ten.
+    assert {name for name, count in steps.items() if count == 6} == {
+        f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)
+    }
+    assert set(steps.values()) == {6, 10}
+    assert "model.embed_tokens.weight" not in steps
+
+
+def test_a_frozen_weight_that_moves_before_its_list_changes_is_not_forgotten(
+    tmp_path: Path, learners: dict[str, demo.Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = demo.change_list
+
+    def nudge(learner: demo.Learner, *rest: Any) -> None:
+        with torch.no_grad():
+            learner.model.model.layers[0].mlp.gate.weight.add_(1)
+        change(learner, *rest)
+
+    monkeypatch.setattr(demo, "change_list", nudge)
+    assert not demo.run([*SMALL, "trainer.policy.freeze_schedule={2: []}"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ("{1: []}", "steps from 2 on"),
+        ("{x: []}", "steps from 2 on"),
+        ("[3]", "malformed override"),
+        ("{2: []} trainer.strategy=ddp", "is for torch and fsdp2"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(tmp_path: Path, schedule: str, says: str) -> None:
+    first, *more = schedule.split(" trainer")
+    overrides = [f"trainer.policy.freeze_schedule={first}", *(f"trainer{each}" for each in more)]
+    with pytest.raises(BadInput, match=says):
+        demo.run(overrides, tmp_path)

@@ -228,3 +228,14 @@ def test_the_first_to_fail_speaks(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(RuntimeError, match="closed by peer"):
         cli.main(["demo"])
+
+
+def test_a_schedule_on_fsdp2_ranks(tmp_path: Path) -> None:
+    done = torchrun(
+        "trainer.strategy=fsdp2", "trainer.steps=3", "trainer.policy.freeze_schedule={2: []}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path / "frozen-opt-demo")
+    assert [row["policy/frozen_parameter_count"] for row in found] == [2, 0, 0]
+    assert done.stderr.count("policy: thawed 2 parameters: model.layers.{0..1}.mlp.gate.weight") == 1
+    assert re.findall(r"trainable ones moved\W+(\d+ of \d+)", done.stdout) == ["25 of 25", "24 of 24"]
