@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from loguru import logger
 
-# DeepSpeed builds its extensions where this says. In the user's cache, the lock of a run that was killed would
-# let every later one wait for ever.
+# DeepSpeed builds its extensions where this says. In the user's cache, the lock of a run that was killed
+# would let every later one wait for ever.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
     os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="frozen-opt-extensions-")
     atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)

@@ -75,7 +75,7 @@ def compare(name: str, make: Callable[[], Transformer] = transformer) -> None:
     other, expected = by_hand(name, make)
     for parameter, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(local(parameter), local(theirs))
-        state, their_state = dict(optimizer.state[parameter]), dict(expected.state[theirs])
+        state, their_state = dict(optimizer.state.get(parameter, {})), dict(expected.state.get(theirs, {}))
         assert state.keys() == their_state.keys()
         for key, value in state.items():
             assert torch.equal(local(value), local(their_state[key])), key

@@ -209,7 +209,7 @@ def fsdp1_start(patterns: list[str]) -> tuple[Any, Any]:
 def shards(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """This rank's first moments."""
     return {
-        name: optimizer.state[parameter]["exp_avg"].flatten()  # in whatever shape FSDP1 gives them back
+        name: optimizer.state[parameter]["exp_avg"].clone()
         for name, parameter in frozen_opt.named_parameters(model)
         if parameter in optimizer.state
     }
@@ -218,34 +218,33 @@ def shards(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 def fsdp1_resume(now: list[str]) -> tuple[set[str], set[str]]:
     model, optimizer = fsdp1_start(THEN)
     train(model, optimizer, steps=2)
-    before = shards(model, optimizer)
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     to_load = FullyShardedDataParallel.optim_state_dict_to_load
 
-    model, optimizer = fsdp1_start(now)
+    model, before = fsdp1_start(THEN)
+    before.load_state_dict(to_load(model, before, saved))
+    loaded = shards(model, before)
+    other, optimizer = fsdp1_start(now)
     with pytest.raises((KeyError, RuntimeError, frozen_opt.ResumeMismatchError)):  # the first two are torch's
-        optimizer.load_state_dict(to_load(model, optimizer, saved))
+        optimizer.load_state_dict(to_load(other, optimizer, saved))
     if set(now) > set(THEN):
-        moved_state = migrate_optimizer_state(saved, optimizer, model)
-        optimizer.load_state_dict(to_load(model, optimizer, moved_state))
+        model = other
+        optimizer.load_state_dict(to_load(model, optimizer, migrate_optimizer_state(saved, optimizer, model)))
     else:
         with pytest.raises(frozen_opt.UnsupportedBackendError, match=r"was frozen then: build the optimizer"):
-            migrate_optimizer_state(saved, optimizer, model)
-        model, optimizer = fsdp1_start(THEN)
-        optimizer.load_state_dict(to_load(model, optimizer, saved))
-        assert all(torch.equal(shard, before[name]) for name, shard in shards(model, optimizer).items())
-        state, optimizer = optimizer.state_dict(), with_freezing("policy", patterns=now)(adamw)(model)
+            migrate_optimizer_state(saved, optimizer, other)
+        state, optimizer = before.state_dict(), with_freezing("policy", patterns=now)(adamw)(model)
         optimizer.load_state_dict(migrate_optimizer_state(state, optimizer, model))
     kept = shards(model, optimizer)
-    assert all(torch.equal(shard, before[name]) for name, shard in kept.items())
+    assert all(torch.equal(shard, loaded[name]) for name, shard in kept.items())
     train(model, optimizer, steps=1)
-    return set(before), set(kept)
+    return set(loaded), set(kept)
 
 
 @pytest.mark.parametrize("now", [[*THEN, "embedding.weight"], NOW, ["*.gate.weight"]])
 def test_case_34_fsdp1_states_tell_their_list_and_move(now: list[str]) -> None:
     frozen_opt.reset()
     frozen = set(frozen_opt.plan_freezing(transformer(), now, role="policy").names)
-    for before, kept in run_ranks(fsdp1_resume, 2, now, timeout=60):
-        assert kept == before - frozen  # of what this rank has a part of
+    for loaded, kept in run_ranks(fsdp1_resume, 2, now, timeout=60):
+        assert kept == loaded - frozen  # of what this rank has a part of
         assert kept
