@@ -431,3 +431,44 @@ def test_pipeline_stages_freeze_by_the_whole_models_names() -> None:
         assert theirs["changed"] == ["3.weight", "3.bias", "5.bias"]
         # float32, summed over two micro-batches
         assert ours["losses"] == theirs["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+def thaw(stage: int) -> tuple[str, bool, bool]:
+    """Thaw what was frozen before `deepspeed.initialize`; and what steps do if it is thawed all the same."""
+    import deepspeed
+
+    model, gate = qwen.build(), "model.layers.0.mlp.gate.weight"
+    build = frozen_opt.with_freezing("policy", patterns=["*.mlp.gate.weight"])
+    engine, optimizer, *_ = build(
+        lambda model: deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, POLICY), config=settings(stage)
+        )
+    )(model)
+    with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
+        frozen_opt.freeze_parameters(engine, ["*.1.mlp.gate.weight"], role="policy")
+    if stage:
+        with pytest.raises(
+            frozen_opt.UnsupportedBackendError, match="ZeRO's optimizer keeps its moments in flat"
+        ):
+            frozen_opt.migrate_optimizer_state(optimizer.state_dict(), optimizer, engine)
+    parameters = dict(frozen_opt.named_parameters(engine))
+    untouched = not parameters[gate].requires_grad
+    parameters[gate].requires_grad_(True)  # what the refusal prevents
+    before = qwen.snapshot(engine)
+    try:
+        loss = engine(input_ids=qwen.tokens(), labels=qwen.tokens()).loss
+        engine.backward(loss)
+        engine.step()
+    except Exception:
+        return str(refusal.value), untouched, False  # it dies
+    after = qwen.snapshot(engine)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    return str(refusal.value), untouched, not torch.equal(after[gate], before[gate])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_case_33_an_engine_takes_nothing_back(stage: int) -> None:
+    ((text, untouched, moved),) = run_ranks(thaw, 1, stage, timeout=60)
+    assert "was built without model.layers.0.mlp.gate.weight" in text
+    assert "deepspeed.initialize it anew" in text
+    assert (untouched, moved) == (True, False)

@@ -627,3 +627,57 @@ def test_transformer_engine_marks_are_read_with_care() -> None:
     assert split(TELinear("row", False)) == [True, False]
     assert split(TEColumnParallelGroupedLinear(None, False)) == [True, True]  # Megatron splits experts itself
     assert split(TERowParallelGroupedLinear(None, False)) == [True, False]
+
+
+def thaw(ddp: dict[str, Any], wrapped_too: bool) -> tuple[str, bool, set[str]]:
+    """Thaw what a hook froze before the wrapping, afterwards; and what a step does if it is thawed all the same."""
+    layout, router = Layout(), "decoder.layers.0.mlp.router.weight"
+    chunks = frozen_opt.freezing_hook("policy", ["*.router.weight"])(layout.chunks())
+    wrapped = wrap(chunks, **ddp)
+    settings = {"optimizer_config": SETTINGS}
+    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(megatron.build_optimizer)
+    with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
+        build(wrapped, settings) if wrapped_too else frozen_opt.freeze_parameters(chunks, [], role="policy")
+    parameters = dict(named_parameters(wrapped))
+    untouched = not parameters[router].requires_grad
+    parameters[router].requires_grad_(True)  # what the refusal prevents
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    try:
+        optimizer = megatron.build_optimizer(wrapped, settings)
+        run_step(wrapped, optimizer, 0)
+    except Exception:
+        return str(refusal.value), untouched, set()  # it dies
+    moved = {name for name, parameter in parameters.items() if not torch.equal(parameter, before[name])}
+    assert moved
+    return str(refusal.value), untouched, moved & {router}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("ddp", [{}, {"distributed_optimizer": True}], ids=["plain", "sharded"])
+def test_case_33_gradient_buffers_take_nothing_back(ddp: dict[str, Any], wrapped: bool) -> None:
+    ((text, untouched, moved),) = run_ranks(thaw, 1, ddp, wrapped, timeout=60)
+    assert "decoder.layers.0.mlp.router.weight" in text
+    assert "has no place in the gradient buffers" in text
+    assert untouched
+    assert moved == set()
+
+
+def thaw_in_time() -> set[str]:
+    chunks = Layout().chunks()
+    hook = frozen_opt.freezing_hook("policy", ["*.router.weight"])
+    hook(chunks)
+    frozen_opt.freezing_hook("policy", ["*.1.mlp.router.weight"])(chunks)
+    wrapped = wrap(chunks)
+    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(megatron.build_optimizer)
+    optimizer = build(wrapped, {"optimizer_config": SETTINGS})
+    before = {name: parameter.clone() for name, parameter in named_parameters(wrapped)}
+    run_step(wrapped, optimizer, 0)
+    with pytest.raises(
+        frozen_opt.UnsupportedBackendError, match="Megatron's optimizer keeps its moments in flat"
+    ):
+        frozen_opt.migrate_optimizer_state(optimizer.state_dict(), optimizer, wrapped)
+    return {name for name, parameter in named_parameters(wrapped) if torch.equal(parameter, before[name])}
+
+
+def test_before_the_wrapping_a_list_may_change() -> None:
+    assert run_ranks(thaw_in_time, 1, timeout=60) == [{"decoder.layers.1.mlp.router.weight"}]
