@@ -11,10 +11,12 @@ from filelock import FileLock
 PATCHES = Path(__file__).with_name("patches")
 """The recipes for trainers that one edits: what is applied to them."""
 PACKAGES = {
-    # Their dependencies want CUDA builds, and versions that exclude each other.
-    "torchtitan": ["torchtitan==0.3.0", "spmd-types==0.2.3", "torch-checkpointing==0.1.1"],
-    "skyrl": ["skyrl==0.4.0", "skyrl-gym==0.4.0"],
-    "verl": ["verl==0.9.1"],
+    # Their dependencies want CUDA builds, and versions that exclude each other. What they import of
+    # these, and is not installed, comes along.
+    "torchtitan": "torchtitan==0.3.0 spmd-types==0.2.3 torch-checkpointing==0.1.1 tyro==1.0.17 typeguard "
+    "docstring-parser tensorboard==2.21.0 absl-py torchdata==0.11.0",
+    "skyrl": "skyrl==0.4.0 skyrl-gym==0.4.0 cloudpathlib jaxtyping wadler-lindig orjson pybase64",
+    "verl": "verl==0.9.1 codetiming hydra-core orjson torchdata==0.11.0",
 }
 
 
@@ -30,7 +32,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Calla
             if not folder.exists():
                 pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
                 # SkyRL asks for Python 3.12, and runs on 3.11 with one stub.
-                pip += ["--ignore-requires-python", "--target", f"{folder}.part", *PACKAGES[trainer]]
+                pip += ["--ignore-requires-python", "--target", f"{folder}.part", *PACKAGES[trainer].split()]
                 subprocess.run(pip, check=True, timeout=280)
                 patch = PATCHES / f"{trainer}.patch"
                 if patch.exists():
