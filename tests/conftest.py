@@ -1,10 +1,8 @@
 """Fixtures for all tests."""
 
-import atexit
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,11 @@ from loguru import logger
 
 # DeepSpeed builds its extensions where this says. In the user's cache, the lock of a run that was killed
 # would let every later one wait for ever.
-if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
-    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="frozen-opt-extensions-")
-    atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
+EXTENSIONS = Path(__file__).parent.parent / ".pytest_cache" / "extensions"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # before there are workers
+    for lock in EXTENSIONS.rglob("lock"):
+        lock.unlink()
 
 
 @pytest.fixture

@@ -7,13 +7,18 @@ fraction of a second. They meet through a file, have a time limit, and never out
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
@@ -26,6 +31,20 @@ _processes.set_forkserver_preload(
         "tests.ranks.megatron_preload",
     ]
 )
+
+
+@cache
+def build_extensions() -> None:
+    """Build what DeepSpeed would build on the ranks, outside of their time limit, once for all workers."""
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])  # of tests/conftest.py
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "building"):
+        if not list(folder.rglob("deepspeed_shm_comm.so")):
+            script = (
+                "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)"
+            )
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+            subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -43,6 +62,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         AssertionError: A rank raised, died or did not return in time; all are dead by then.
     """
+    build_extensions()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             _processes.Process(target=_rank, args=(function, rank, world_size, folder, args))

@@ -441,7 +441,7 @@ def thaw(stage: int) -> tuple[str, bool, bool]:
     build = frozen_opt.with_freezing("policy", patterns=["*.mlp.gate.weight"])
     engine, optimizer, *_ = build(
         lambda model: deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, POLICY), config=settings(stage)
+            model=model, optimizer=qwen.build_plain(model, qwen.CONFIG), config=settings(stage)
         )
     )(model)
     with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:

@@ -20,7 +20,7 @@ from frozen_opt import cli, demo
 from frozen_opt.headers import BadInput
 from frozen_opt.shards import resting_parameters
 from frozen_opt.strategies import launched, wrap_deepspeed
-from tests.ranks.launch import run_ranks
+from tests.ranks.launch import build_extensions, run_ranks
 
 SMALL = ["trainer.steps=2", "trainer.train_batch_size=16"]
 STRATEGIES = ["ddp", "fsdp2", "deepspeed"]
@@ -29,6 +29,7 @@ OPTIMIZER = "trainer.policy.optimizer_config."
 
 def torchrun(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     """`torchrun --nproc-per-node 2 -m frozen_opt demo ...`, on a free port; dead when this returns."""
+    build_extensions()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "frozen_opt", "demo", *SMALL, *arguments]
     environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
