@@ -6,13 +6,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks.launch import run_ranks
+from tests.ranks.test_megatron_bridge import auto_bridge, load
 from tests.ranks.test_megatron_bridge import bridge as bridge
-from tests.ranks.test_megatron_bridge import load
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -38,12 +37,12 @@ def run_snippets(folder: str, megatron_bridge: str | None) -> dict[str, int]:
 
         import frozen_opt
 
-        provider, registry = load(Path(megatron_bridge))
+        provider, _ = load(Path(megatron_bridge))
         parallel_state.initialize_model_parallel()
         provider.finalize()
         namespace |= {
             "provider": provider,
-            "bridge": SimpleNamespace(mapping_registry=lambda: registry),
+            "bridge": auto_bridge(),
             "ddp_config": DistributedDataParallelConfig(),
             "optimizer_config": OptimizerConfig(optimizer="adam", lr=1e-2),
             "with_freezing": frozen_opt.with_freezing,

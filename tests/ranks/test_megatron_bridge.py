@@ -97,6 +97,14 @@ def load(folder: Path) -> tuple[Any, Any]:
     return provider, Qwen3MoEBridge().mapping_registry()
 
 
+def auto_bridge() -> Any:
+    """The AutoBridge of a small Qwen3-MoE, once `load` has made it importable."""
+    from megatron.bridge import AutoBridge
+    from transformers import Qwen3MoeConfig
+
+    return AutoBridge.from_hf_config(Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"]))
+
+
 def build(provider: Any, **more: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -135,6 +143,31 @@ def test_hf_names_freeze_the_routers_of_a_bridge_model(bridge: Path) -> None:
     assert report.element_count == 2 * 4 * HIDDEN
     assert still == list(report.names)
     assert logs == ["policy"]  # the hook's; the factory found everything frozen
+
+
+def by_auto_bridge(folder: Path) -> Any:
+    provider, registry = load(folder)
+    bridge = auto_bridge()
+    assert not hasattr(bridge, "mapping_registry")
+    chunks = build(provider, wrap_with_ddp=False)
+    plans = [
+        frozen_opt.plan_freezing(chunks, ["*.mlp.gate.weight"], role="policy", name_map=name_map)
+        for name_map in (bridge, registry)
+    ]
+    logs: list[str] = []
+    logger.add(lambda message: logs.append(message.record["message"]), level="INFO")
+    plans[0].apply()
+    with pytest.raises(frozen_opt.FreezeConfigError, match=r"name_map is a builtins\.dict, and must"):
+        frozen_opt.plan_freezing(chunks, ["*"], role="policy", name_map={})
+    return plans[0].names == plans[1].names, plans[0].mapped, logs
+
+
+def test_case_31_an_auto_bridge_is_a_name_map_and_its_names_are_logged(bridge: Path) -> None:
+    ((same, mapped, logs),) = run_ranks(by_auto_bridge, 1, bridge)
+    assert same
+    names = [f"decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1)]
+    assert mapped == {name: (f"model.layers.{layer}.mlp.gate.weight",) for layer, name in enumerate(names)}
+    assert f"{names[0]} (matched as model.layers.0.mlp.gate.weight)" in logs[0]
 
 
 def plan_parts(folder: Path) -> Any:
