@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from frozen_opt import UnmatchedPatternError, metrics, with_freezing
+from frozen_opt import (
+    ResumeMismatchError,
+    UnmatchedPatternError,
+    metrics,
+    migrate_optimizer_state,
+    named_parameters,
+    report,
+    with_freezing,
+)
 from tests.ranks import qwen
 from tests.trainers import tiny
 from tests.trainers.launch import run
@@ -77,6 +85,37 @@ def check_run(found: dict[str, Any], folder: Path) -> None:
 
 def test_trains_resumes_and_exports(tmp_path: Path) -> None:
     check_run(train_and_resume(tmp_path), tmp_path)
+
+
+ALIKE = [pattern.replace("layers.0", "layers.1") for pattern in tiny.PATTERNS]
+"""As many parameters, of the same shapes."""
+
+
+def test_case_34_a_checkpoint_of_another_list_is_refused_and_moved(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    first = trainer(tmp_path, tiny.PATTERNS)
+    first.train()
+    before = {name: state["exp_avg"].clone() for name, state in states(first).items()}
+    with pytest.raises(ResumeMismatchError, match=r"frozen then, trainable now: model\.layers\.0"):
+        trainer(tmp_path, ALIKE, 5, first.model).train(resume_from_checkpoint=str(checkpoint))
+    resumed = trainer(tmp_path, ALIKE, 5, first.model)
+    optimizer = resumed.create_optimizer()
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    state = migrate_optimizer_state(saved, optimizer, resumed.model)
+    torch.save(state, checkpoint / "optimizer.pt")
+    kept = {name: moment for name, moment in before.items() if name not in report("policy").names}
+    optimizer.load_state_dict(state)
+    assert {name: state["exp_avg"].tolist() for name, state in states(resumed).items()} == {
+        name: moment.tolist() for name, moment in kept.items()
+    }
+    trainer(tmp_path, ALIKE, 5, first.model).train(resume_from_checkpoint=str(checkpoint))
+
+
+def states(trainer: Any) -> dict[str, Any]:
+    state = getattr(trainer.optimizer, "optimizer", trainer.optimizer).state
+    return {
+        name: state[parameter] for name, parameter in named_parameters(trainer.model) if parameter in state
+    }
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
