@@ -42,13 +42,17 @@ class Agreement:
         self._shares = 0
         self._over = False
         self._store: Any = None
+        self._refusal: UnsupportedBackendError | None = None
         if distributed(group):
             whole = group or dist.group.WORLD
             self._calls = _calls.setdefault(whole, Counter())
             self._calls[role] += 1
             self._call = self._calls[role]
             self._rank, self._size = dist.get_rank(whole), dist.get_world_size(whole)
-            self._store = _store(whole)
+            try:
+                self._store = _store(whole)
+            except UnsupportedBackendError as error:  # of which an empty list is to know nothing
+                self._refusal = error
 
     def share(self, finding: Any, patterns: Sequence[str]) -> list[Any]:
         """The distinct findings of all ranks, in the order of the first rank that has each.
@@ -61,6 +65,8 @@ class Agreement:
             FreezeConfigError: The ranks were given different roles or lists.
             FreezingError: Another rank failed; one of our errors is raised as it was there.
         """
+        if self._refusal is not None:
+            raise self._refusal
         if self._store is None:
             return [finding]
         self._shares += 1

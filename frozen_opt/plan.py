@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from frozen_opt.agreement import Agreement
 from frozen_opt.backends import Backend, choose_backend
 from frozen_opt.errors import (
     FreezeConfigError,
+    FreezingError,
     NothingTrainableError,
     UnmatchedPatternError,
     UnsupportedBackendError,
@@ -287,9 +288,10 @@ def make_plan(
         patterns = tuple(check_patterns(find_patterns(), role))
         model: Any = None
         before: Mapping[Place, Kept] | None = None
-        if patterns or has_frozen(role):
-            model = find_model()
-            before = frozen_before(role, model)
+        with nullcontext() if patterns else suppress(FreezingError):  # an empty list needs no model
+            if patterns or has_frozen(role):
+                model = find_model()
+                before = frozen_before(role, model)
         if not patterns and before is None:
             agreement.pass_by()
             return FreezePlan(role, _group=group)

@@ -661,3 +661,9 @@ def test_case_24_slots_and_another_name_for_self() -> None:
     model = transformer()
     Slotted().build(model)
     assert frozen_in(model) == 2
+
+
+def test_an_empty_list_needs_no_model_even_where_the_role_has_frozen_another() -> None:
+    with_freezing("policy", patterns=GATES)(optimizer_of)(model := transformer())
+    assert with_freezing("policy", patterns=[])(lambda model: model)("anything") == "anything"
+    assert frozen_in(model) == 2

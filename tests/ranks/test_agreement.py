@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import frozen_opt
+from frozen_opt import agreement
 from tests.ranks.launch import run_ranks
 
 LIMIT = 30  # seconds; a rank that waits for ever fails the test
@@ -405,3 +406,19 @@ def test_ranks_that_hold_different_models_are_told() -> None:
     assert results[0] == results[1]
     assert results[0][0] == "FreezeConfigError"
     assert "0.weight has 16 elements on one rank and 20 on another" in results[0][1]
+
+
+def without_a_store() -> str:
+    def no_store(group: Any) -> Any:
+        raise KeyError(group)
+
+    agreement._get_process_group_store = no_store
+    model = stage()
+    decorated(model, [])
+    kind, text = outcome(lambda: decorated(model, ["layers.*.bias"]), model)
+    return f"{kind}: {text}"
+
+
+def test_a_group_without_a_store_is_refused_unless_nothing_is_frozen() -> None:
+    for text in run_ranks(without_a_store, 2, timeout=LIMIT):
+        assert text.startswith("UnsupportedBackendError: this process group (gloo) has no store")
