@@ -53,9 +53,13 @@ class Decoration:
         if _decorations.get(self.target) is not self:
             return  # undone before the module was imported
         _, path = _split(self.target)
-        owner, attribute, original = _resolve(module, path)
         role, options = self._given
-        replacement = with_freezing(role, **options)(original)
+        try:
+            owner, attribute, original = _resolve(module, path)
+            replacement = with_freezing(role, **options)(original)
+        except BaseException:
+            del _decorations[self.target]
+            raise
         self._patched = owner, attribute, original, attribute not in vars(owner)
         wrapt.apply_patch(owner, attribute, replacement)
 
@@ -92,11 +96,7 @@ def decorate(target: str, role: Any, **options: Any) -> Decoration:
     decoration = Decoration(target, role, options)
     _refuse_unknown_module(module_name)
     _decorations[target] = decoration
-    try:
-        wrapt.register_post_import_hook(decoration._apply, module_name)  # at once, if it is imported
-    except BaseException:
-        del _decorations[target]
-        raise
+    wrapt.register_post_import_hook(decoration._apply, module_name)  # at once, if it is imported
     return decoration
 
 
