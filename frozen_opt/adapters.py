@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frozen_opt.errors import listing
-from frozen_opt.names import Found, Walk
+from frozen_opt.names import Found, Walk, wrapped_attribute
 
-_TUNER_LAYERS = {
-    "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
-    "peft.utils.other.AuxiliaryTrainingWrapper": "original_module",
-    "peft.utils.other.ModulesToSaveWrapper": "original_module",
-}
+_ADAPTED = ("base_layer", "original_module")
+"""Under these attributes PEFT keeps a layer that it adapts, beside its own; see `names`."""
 
 
 def adapter_warnings(walk: Walk, matched: Sequence[Found]) -> list[str]:
     """What to say where a list that means the base freezes adapters along with it."""
-    if walk.classes.isdisjoint(_TUNER_LAYERS):
-        return []
-    base: set[int] = set()
-    wrapped: set[int] = set()
+    own: set[int] = set()
     for layer in walk.wrappers:
-        names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(layer).__mro__}
-        for attribute in {_TUNER_LAYERS[name] for name in names & _TUNER_LAYERS.keys()}:
-            wrapped.update(map(id, layer.parameters()))
-            base.update(map(id, getattr(layer, attribute).parameters()))
-    adapters = [found.name for found in matched if id(found.parameter) in wrapped - base]
+        attribute = wrapped_attribute(layer)
+        base = layer._modules.get(attribute) if attribute in _ADAPTED else None
+        if base is not None:
+            own |= set(map(id, layer.parameters())) - set(map(id, base.parameters()))
+    adapters = [found.name for found in matched if id(found.parameter) in own]
     if not adapters or len(adapters) == len(matched):
         return []
     return [

@@ -40,29 +40,33 @@ def log(report: FreezeReport, warnings: Sequence[str], group: ranks.Group) -> No
 
 
 def _parts(report: FreezeReport) -> list[str]:
-    parts = [f"froze {_count(report.names)} ({report.element_count:,} elements, backend {report.backend}): "]
-    if len(report.names) > _ALL_NAMES:
-        parts[0] += ", ".join(fold(report.names))
-        mapped = [name for names in report.mapped.values() for name in names]
-        parts += [f"matched as {', '.join(fold(mapped))}"] * bool(mapped)
-    else:
-        parts[0] += ", ".join(
-            f"{name} (matched as {', '.join(report.mapped[name])})" if name in report.mapped else name
-            for name in report.names
-        )
-    parts += [f"{name} is tied to {', '.join(others)}" for name, others in report.ties.items()]
-    parts += [
-        f"{name} was tied to {other}, and the factory broke the tie: both are frozen"
-        for name, other in report.untied.items()
-    ]
-    if not report.names:
-        parts = []
+    parts = _frozen(report) if report.names else []
     if report.thawed:
         parts.append(f"thawed {_count(report.thawed)}: {', '.join(fold(report.thawed))}")
     if not report.names:
         parts.append("nothing is frozen any more")
     if not report.has_optimizer:
         parts.append("the factory built no optimizer")
+    return parts
+
+
+def _frozen(report: FreezeReport) -> list[str]:
+    said = f"froze {_count(report.names)} ({report.element_count:,} elements, backend {report.backend}): "
+    if len(report.names) > _ALL_NAMES:
+        mapped = [name for names in report.mapped.values() for name in names]
+        parts = [said + ", ".join(fold(report.names))]
+        parts += [f"matched as {', '.join(fold(mapped))}"] * bool(mapped)
+    else:
+        names = (
+            f"{name} (matched as {', '.join(report.mapped[name])})" if name in report.mapped else name
+            for name in report.names
+        )
+        parts = [said + ", ".join(names)]
+    parts += [f"{name} is tied to {', '.join(others)}" for name, others in report.ties.items()]
+    parts += [
+        f"{name} was tied to {other}, and the factory broke the tie: both are frozen"
+        for name, other in report.untied.items()
+    ]
     return parts
 
 

@@ -72,11 +72,12 @@ def migrate_optimizer_state(
                 origins[names.get(name, name)] = _Origin(group, part["state"].get(key))
         start += len(groups)
     result = _moved(origins, optimizer, model)
-    if not any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters_once(model).values()):
-        return result
-    if not isinstance(saved_state, Mapping) or not any(isinstance(key, str) for key in saved_state["state"]):
-        return result
-    return _for_fsdp1(result, optimizer_names(optimizer, model))
+    by_name = isinstance(saved_state, Mapping) and any(
+        isinstance(key, str) for key in saved_state.get("state", ())
+    )
+    if by_name and any(getattr(each, "_fsdp_flattened", False) for each in parameters_once(model).values()):
+        return _for_fsdp1(result, optimizer_names(optimizer, model))
+    return result
 
 
 def _moved(origins: Mapping[str, _Origin], optimizer: Any, model: Model) -> Any:
@@ -172,11 +173,12 @@ def _nested(flat: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 def _canonical_names(model: Model) -> dict[str, str]:
     """Canonical names, and those that torch.distributed.checkpoint gives, to the canonical one."""
-    names = {name: name for name in parameters_once(model)}
+    parameters = parameters_once(model)
+    names = {name: name for name in parameters}
     if isinstance(model, nn.Module) and torch.distributed.is_available():
         from torch.distributed.checkpoint.state_dict import _get_fqns
 
-        ids = {id(parameter): name for name, parameter in parameters_once(model).items()}
+        ids = {id(parameter): name for name, parameter in parameters.items()}
         for raw, parameter in model.named_parameters():
             with suppress(AttributeError):  # a wrapper that torch does not know
                 for name in _get_fqns(model, raw):

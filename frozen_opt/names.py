@@ -198,12 +198,15 @@ def walk(chunks: Sequence[nn.Module], state: Any = EVERYTHING) -> Walk:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The bare model inside the execution wrappers around it."""
-    while (special := _special(type(module), set())) and special[0] is not None:
-        inside = module._modules.get(special[0])
-        if inside is None:
-            break
+    while (inside := module._modules.get(wrapped_attribute(module) or "")) is not None:
         module = inside
     return module
+
+
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """The attribute under which an execution wrapper holds what it wraps; None of any other module."""
+    special = _special(type(module), set())
+    return None if special is None else special[0]
 
 
 def named_parameters(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

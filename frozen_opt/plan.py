@@ -101,8 +101,7 @@ class FreezePlan(Frozen):
         """`apply` for a plan that has just been made."""
         if self.idle:
             return self.leave_alone([])
-        for place in self._flags():
-            _set_flag(place, place not in self._frozen)
+        self._change()
         return self.record(Proof([], {}, self.backend))
 
     @contextmanager
@@ -113,8 +112,7 @@ class FreezePlan(Frozen):
         try:
             with self._agreement.telling():
                 flags |= self._flags()
-                for place in flags:
-                    _set_flag(place, place not in self._frozen)
+                self._change()
                 yield
         except BaseException:
             for place, flag in flags.items():
@@ -209,6 +207,11 @@ class FreezePlan(Frozen):
         """The flags of what is to be changed."""
         standing = {place: place() for place in (*self._frozen, *self._thawing)}
         return {place: it.requires_grad for place, it in standing.items() if it is not None}
+
+    def _change(self) -> None:
+        for flag, places in ((False, self._frozen), (True, self._thawing)):
+            for place in places:
+                _set_flag(place, flag)
 
 
 def _set_flag(place: Place, flag: bool) -> None:

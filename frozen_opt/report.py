@@ -181,7 +181,7 @@ class _Role:
     """The bare models of which something is frozen, be it on other ranks alone."""
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
     doubt: str = ""
-    """Why the report can't be given yet: see `doubt`."""
+    """Why the report can't be given yet; see `record`."""
 
     @property
     def frozen(self) -> list[tuple[str, Place]]:

@@ -12,7 +12,7 @@ from torch import nn
 from frozen_opt.doubts import REGEX, candidates
 from frozen_opt.errors import listing
 from frozen_opt.folding import escape
-from frozen_opt.names import _special
+from frozen_opt.names import walk
 from frozen_opt.patterns import Matcher, is_well_formed
 from frozen_opt.selection import closest_names
 
@@ -47,22 +47,13 @@ def unmatched(
 
 
 def buffer_names(chunks: Sequence[nn.Module]) -> list[str]:
-    """The names of the model's buffers, without those components that wrappers add."""
-    names: list[str] = []
-    wrapped: dict[type, str | None] = {}
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        kind = type(module)
-        if kind not in wrapped:
-            wrapped[kind] = (_special(kind, set()) or (None,))[0]
-        names.extend(prefix + name for name, buffer in module._buffers.items() if buffer is not None)
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, prefix if name == wrapped[kind] else f"{prefix}{name}.")
-
-    for chunk in chunks:
-        visit(chunk, "")
-    return names
+    """The canonical names of the model's buffers."""
+    return [
+        prefix + name
+        for prefix, module in walk(chunks).buffered
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 Names = list[list[str]]

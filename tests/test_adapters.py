@@ -72,6 +72,13 @@ def test_case_30_freezing_adapters_along_with_the_base_is_warned_of(logs: list[A
     assert len(logs) == 3
 
 
+def test_case_30_an_adapter_within_another_wrapper_is_warned_of_as_well(logs: list[Any]) -> None:
+    frozen_opt.freeze_parameters(adapted("tokens"), ["*.embed_tokens.*"], role="policy")
+    (warning,) = [record["message"] for record in logs if record["level"].name == "WARNING"]
+    assert "freezes 1 parameters of adapters along with the base" in warning
+    assert "model.embed_tokens.trainable_tokens_delta.default" in warning
+
+
 def test_case_30_a_frozen_adapter_stays_and_the_others_train() -> None:
     model = adapted("LoRA")
     decorate = frozen_opt.with_freezing("policy", patterns=["*.layers.0.*.lora_*"])

@@ -58,7 +58,7 @@ class DeepSpeedBackend(Backend):
         )
 
     def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
-        if walk.classes.isdisjoint((_ENGINE,)) and not _marked(walk.parameters):
+        if _ENGINE not in walk.classes and not _marked(walk.parameters):
             return None  # no engine has taken the optimizer over yet
         return (
             f"DeepSpeed's optimizer was built without {listing([found.name for found in thawed])}, which the "
