@@ -138,7 +138,8 @@ class HybridMuon(torch.optim.Optimizer):
             `adjust_lr_fn` and `adamw_eps`, under MarinSkyRL's names.
 
     Raises:
-        FreezeConfigError: No matrix is left for Muon, or `kwargs` has another name in it.
+        FreezeConfigError: No matrix is left for Muon, `kwargs` has another name in it, or torch is older
+            than its Muon.
     """
 
     def __init__(self, model: nn.Module, settings: object, kwargs: Mapping[str, Any]) -> None:
@@ -168,7 +169,7 @@ class HybridMuon(torch.optim.Optimizer):
             )
         muon = {names[key]: value for key, value in kwargs.items() if key in names}
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, **{**shared, **muon}),
+            _optimizer_class("Muon")(matrices, **{**shared, **muon}),
         ]
         if others:
             adamw = dict(shared)
@@ -227,6 +228,11 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             and "params" in inspect.signature(kind).parameters
         ):
             return kind
+    if name == "Muon":
+        raise FreezeConfigError(
+            f"optimizer_config.optimizer is Muon, which torch {torch.__version__} does not have: use torch "
+            "2.9 or newer, or AdamW"
+        )
     raise FreezeConfigError(
         f"optimizer_config.optimizer is {name!r}, and must be the name of a class in torch.optim, or in "
         "torch_optimizer where that is installed (pip install torch-optimizer), such as AdamW, or Muon"

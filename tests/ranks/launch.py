@@ -21,16 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.fsdp",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "deepspeed",
-        "frozen_opt",
-        "tests.ranks.megatron_preload",
-    ]
-)
+_processes.set_forkserver_preload(["tests.ranks.preload"])
 
 
 @cache
@@ -98,6 +89,11 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     import torch
     import torch.distributed as dist
 
+    from tests.ranks import preload
+
+    if preload.error:
+        Path(folder, f"error{rank}").write_text(f"what ranks import failed to\n{preload.error}")
+        os._exit(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), world_size)
