@@ -102,6 +102,7 @@ def _transformers_model(path: Path, settings: Mapping[str, Any], trust_remote_co
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     try:
         with _quiet():
+            import torch._dynamo  # computes with tensors as it is imported, which torch 2.6 can't on meta
             import transformers
     except ModuleNotFoundError as error:
         raise BadInput(

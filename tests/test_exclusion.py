@@ -31,7 +31,8 @@ def optimizer_classes(package: Any) -> Iterator[type[torch.optim.Optimizer]]:
 
 
 # SparseAdam wants sparse gradients, Muon takes matrices alone (see HybridMuon), Lookahead wraps another.
-NOT_DENSE = {torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon, torch_optimizer.Lookahead}
+MUON = getattr(torch.optim, "Muon", None)  # torch has it since 2.9
+NOT_DENSE = {torch.optim.Optimizer, torch.optim.SparseAdam, MUON, torch_optimizer.Lookahead}
 DENSE = [
     kind
     for package in (torch.optim, torch_optimizer)

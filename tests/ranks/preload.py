@@ -7,6 +7,9 @@ time, and dies of any other, of which a test sees a closed pipe. Here the error 
 import importlib
 import traceback
 
+from tests.ranks.old_torch import complete_fsdp2
+
+complete_fsdp2()
 error = ""
 try:
     for name in (
