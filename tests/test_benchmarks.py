@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import frozen_opt
 from benchmarks import common, copies, matching, optimizer_state, ranks, training_step
+from tests.versions import MUON
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_all_ways_of_matching_freeze_the_same(tmp_path: Path) -> None:
     assert Path(tmp_path, "small", "matching.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "LBFGS", "Muon", "Lookahead (torch-optimizer)"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "LBFGS", MUON, "Lookahead (torch-optimizer)"])
 def test_optimizer_state_is_that_of_a_model_without_the_frozen_tensors(name: str) -> None:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**optimizer_state.SMALL))
     row = optimizer_state.on_small_model(optimizer_state.factories()[name], model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import frozen_opt
 from frozen_opt import demo
 from frozen_opt.headers import BadInput
+from tests.versions import needs_muon
 
 SMALL = ["trainer.steps=3", "trainer.train_batch_size=16"]
 POLICY = "trainer.policy.freeze_parameters="
@@ -88,6 +89,7 @@ def test_default_run_learns(tmp_path: Path) -> None:
             ],
             {"policy": {f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)}, "critic": None},
             id="carve-outs, other optimizers",
+            marks=needs_muon,
         ),
     ],
 )

@@ -13,6 +13,7 @@ import frozen_opt
 from frozen_opt import with_freezing
 from frozen_opt.backends.plain import HybridMuon, build_optimizer
 from tests.models import moved, snapshot, train, transformer
+from tests.versions import MUON, needs_muon
 
 FREEZE = ["*.mlp.gate.weight", "layers.0.attention.weight"]
 FROZEN = {"layers.0.attention.weight", "layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight"}
@@ -23,7 +24,7 @@ def node(name: str, **more: Any) -> dict[str, Any]:
     return {"freeze_parameters": FREEZE, "optimizer_config": settings}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "LBFGS", "Adafactor", "Lamb", "RAdam", "NovoGrad", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "LBFGS", "Adafactor", "Lamb", "RAdam", "NovoGrad", MUON])
 def test_any_optimizer_by_name_trains_what_is_not_frozen(name: str) -> None:
     model = transformer()
     before = snapshot(model)
@@ -78,6 +79,7 @@ def test_bad_settings_are_refused(config: Any, says: str) -> None:
         build_optimizer(transformer(), config)
 
 
+@needs_muon
 def test_hybrid_muon_splits_as_its_author_says() -> None:
     model = transformer()
     optimizer = build_optimizer(model, node("Muon", optimizer_kwargs={"muon_lr": 0.5, "adamw_eps": 1e-4}))
@@ -92,6 +94,7 @@ def test_hybrid_muon_splits_as_its_author_says() -> None:
     assert (adamw.param_groups[0]["eps"], adamw.param_groups[0]["betas"]) == (1e-4, (0.8, 0.9))
 
 
+@needs_muon
 def test_hybrid_muon_is_an_optimizer_to_schedulers_and_checkpoints() -> None:
     model = transformer()
     optimizer = build_optimizer(model, node("Muon"))
@@ -105,6 +108,12 @@ def test_hybrid_muon_is_an_optimizer_to_schedulers_and_checkpoints() -> None:
     for parameter, state in optimizer.state.items():
         assert all(torch.equal(value, again.state[parameter][key]) for key, value in state.items())
     assert [group["lr"] for group in again.param_groups] == [0.5e-2, 0.5e-2]
+
+
+def test_muon_of_a_torch_that_lacks_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(frozen_opt.FreezeConfigError, match=r"does not have: use torch 2\.9"):
+        build_optimizer(transformer(), node("Muon"))
 
 
 def test_muon_without_a_matrix_is_refused() -> None:

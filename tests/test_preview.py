@@ -23,6 +23,7 @@ from frozen_opt.optimizer_state import Unmeasurable, state_bytes
 from frozen_opt.sources import open_model
 from frozen_opt.yaml_input import check_size
 from tests.models import train, transformer
+from tests.versions import needs_muon
 
 DATA = Path(__file__).with_name("data")
 GATES = "*.mlp.gate.weight"
@@ -279,6 +280,7 @@ def test_measured_state_is_what_a_real_step_keeps(optimizer: str, kwargs: dict[s
     assert sum(size for _, size in sizes) == held_bytes(real)
 
 
+@needs_muon
 def test_the_hybrid_muon_is_measured_as_it_is_built() -> None:
     from frozen_opt.backends.plain import build_optimizer
 

@@ -5,12 +5,15 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
-import torchao.optim
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+pytest.importorskip("torchao", reason="torchao is for torch TODO and newer")
+
+import bitsandbytes
+import torchao.optim
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int4Tensor,

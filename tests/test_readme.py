@@ -12,6 +12,7 @@ import pytest
 from tests.ranks.launch import run_ranks
 from tests.ranks.test_megatron_bridge import auto_bridge, load
 from tests.ranks.test_megatron_bridge import bridge as bridge
+from tests.versions import needs_fsdp2_on_cpu
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -91,6 +92,7 @@ def test_the_preview_commands_run(command: str, reader: Path) -> None:
     assert run_command(command, reader).strip() == blocks("text")[0].strip()
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.parametrize("command", commands("torchrun"))
 def test_the_command_for_ranks_runs(command: str, reader: Path) -> None:
     printed = run_command(f"{command.replace('torchrun', 'torchrun --standalone')} trainer.steps=1", reader)

@@ -12,6 +12,7 @@ import frozen_opt
 from frozen_opt.backends.plain import build_optimizer
 from frozen_opt.testing import assert_excluded, assert_frozen, assert_no_state, unchanged
 from tests.models import Transformer, train, transformer
+from tests.versions import needs_muon
 
 pytest_plugins = ["pytester"]
 
@@ -63,6 +64,7 @@ def test_state_that_stayed_behind_is_caught() -> None:
         assert_no_state(optimizer, model, GATES)
 
 
+@needs_muon
 def test_the_state_of_every_part_of_a_hybrid_is_seen() -> None:
     model = transformer()
     optimizer = build_optimizer(model, {"optimizer_config": {"optimizer": "Muon", "lr": 0.01}})
@@ -147,6 +149,7 @@ def test_a_tied_tensor_is_not_something_else_that_moved() -> None:
     assert "no other parameter moved either" in str(caught.value)
 
 
+@needs_muon
 def test_the_inner_steps_of_a_hybrid_count_as_one() -> None:
     model, _ = frozen()
     optimizer = build_optimizer(model, {"optimizer_config": {"optimizer": "Muon", "lr": 0.01}})

@@ -20,6 +20,7 @@ import frozen_opt
 from frozen_opt import ResumeMismatchError, migrate_optimizer_state, with_freezing
 from frozen_opt.backends.plain import build_optimizer
 from tests.models import train, transformer
+from tests.versions import needs_muon
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 THEN = ["layers.0.mlp.experts.0.weight", "*.gate.weight"]
@@ -116,7 +117,7 @@ FORMS = [Numbers, Nested, Flattened]
 # torch.distributed.checkpoint wants an optimizer with one state: not the hybrid.
 SAVED = [
     *[(form, factory) for form in FORMS for factory in (by_number, by_name, in_groups)],
-    (Numbers, hybrid),
+    pytest.param(Numbers, hybrid, marks=needs_muon),
 ]
 
 

@@ -4,13 +4,16 @@ from typing import Any
 
 import torch
 
+from tests.versions import TORCH_2_6
+
 
 def complete_fsdp2() -> None:
     """Make this process's torch run FSDP2 on the CPU, if it is 2.6."""
-    if hasattr(torch.cpu.Stream, "record_event"):
+    if not TORCH_2_6:
         return
     torch.cpu.Stream.record_event = lambda _: torch.cpu.Event()  # there is nothing to wait for
     torch.cpu.Stream.wait_event = lambda *_: None
+    torch.cuda.current_stream = torch.cpu.current_stream
     split = torch.split_with_sizes_copy
 
     def split_with_sizes_copy(*args: Any, out: Any = None, **more: Any) -> Any:

@@ -1,7 +1,7 @@
 """What the ranks import, for the fork server to import once.
 
 The server itself passes over an ImportError, so that each rank would import everything anew and run out of
-time, and dies of any other, of which a test sees a closed pipe. Here the error is kept for the ranks to raise.
+time, and dies of any other, of which a test sees a closed pipe. Here the ranks get the error to raise.
 """
 
 import importlib

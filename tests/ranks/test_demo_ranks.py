@@ -21,6 +21,7 @@ from frozen_opt.headers import BadInput
 from frozen_opt.shards import resting_parameters
 from frozen_opt.strategies import launched, wrap_deepspeed
 from tests.ranks.launch import build_extensions, run_ranks
+from tests.versions import needs_fsdp2_on_cpu, needs_muon
 
 SMALL = ["trainer.steps=2", "trainer.train_batch_size=16"]
 STRATEGIES = ["ddp", "fsdp2", "deepspeed"]
@@ -62,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return rows(out)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2_on_cpu), "deepspeed"])
 def test_by_torchrun(strategy: str, tmp_path: Path, alone: list[dict[str, Any]]) -> None:
     done = torchrun(f"trainer.strategy={strategy}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -157,7 +158,9 @@ def test_every_strategy_learns_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["trainer.strategy=fsdp2", "trainer.critic=null", OPTIMIZER + "optimizer=Muon"],
+        pytest.param(
+            ["trainer.strategy=fsdp2", "trainer.critic=null", OPTIMIZER + "optimizer=Muon"], marks=needs_muon
+        ),
         ["trainer.strategy=ddp", "trainer.critic=null", OPTIMIZER + "max_grad_norm=0.0"],
         ["trainer.strategy=deepspeed", "trainer.critic=null", OPTIMIZER + "max_grad_norm=0.0"],
     ],
@@ -231,6 +234,7 @@ def test_the_first_to_fail_speaks(
         cli.main(["demo"])
 
 
+@needs_fsdp2_on_cpu
 def test_a_schedule_on_fsdp2_ranks(tmp_path: Path) -> None:
     done = torchrun(
         "trainer.strategy=fsdp2", "trainer.steps=3", "trainer.policy.freeze_schedule={2: []}", cwd=tmp_path

@@ -25,6 +25,7 @@ from frozen_opt.backends import fsdp
 from frozen_opt.report import frozen_so_far
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
+from tests.versions import TORCH_2_6, needs_hsdp_on_cpu, needs_muon
 
 pytestmark = pytest.mark.xdist_group("fsdp")  # one worker, so that the fixture runs once
 
@@ -202,7 +203,8 @@ def each(variants: list[Callable[[], qwen.Run]]) -> dict[str, qwen.Run]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, qwen.Run]]:
-    return [*run_ranks(each, 2, TWO_RANKS, timeout=120), *run_ranks(each, 4, [hybrid])]
+    four = [] if TORCH_2_6 else run_ranks(each, 4, [hybrid])
+    return [*run_ranks(each, 2, TWO_RANKS, timeout=120), *four]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,9 @@ def expected() -> qwen.Run:
     return qwen.reference()
 
 
-@pytest.mark.parametrize("variant", [variant.__name__ for variant in [*TWO_RANKS, hybrid]])
+@pytest.mark.parametrize(
+    "variant", [*(one.__name__ for one in TWO_RANKS), pytest.param("hybrid", marks=needs_hsdp_on_cpu)]
+)
 def test_trains_as_one_process_does(
     variant: str, outcomes: list[dict[str, qwen.Run]], expected: qwen.Run
 ) -> None:
@@ -281,7 +285,9 @@ def reregistering() -> None:
         return torch.optim.AdamW(shard(model).parameters())
 
     model = qwen.build()
-    with pytest.raises(frozen_opt.FrozenParameterInOptimizerError, match="holds 8 frozen parameters"):
+    with pytest.raises(
+        frozen_opt.FrozenParameterInOptimizerError, match=f"holds {qwen.FROZEN} frozen parameters"
+    ):
         shard_and_take_all(model, POLICY)
     assert flags(model) == before
 
@@ -342,6 +348,7 @@ def muon() -> tuple[set[str], set[str]]:
     return set(run.changed), set(run.names)
 
 
+@needs_muon
 def test_hybrid_muon_on_sharded_matrices() -> None:
     for changed, frozen in run_ranks(muon, 2):
         assert changed.isdisjoint(frozen)

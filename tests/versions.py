@@ -1,0 +1,20 @@
+"""What tests need to know of the versions that they run with; none of the marks skips in the main set."""
+
+from importlib.metadata import version
+
+import pytest
+import torch
+
+FUSED_EXPERTS = int(version("transformers").split(".")[0]) >= 5
+"""Whether a Qwen3-MoE has one tensor for all experts of a layer, or one for each."""
+
+TORCH_2_6 = torch.__version__.startswith("2.6.")
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
+needs_fsdp2_on_cpu = pytest.mark.skipif(TORCH_2_6, reason="FSDP2 of torch 2.6 is for GPUs alone")
+needs_hsdp_on_cpu = pytest.mark.skipif(TORCH_2_6, reason="HSDP of torch 2.6 averages as gloo can't")
+needs_fused_experts = pytest.mark.skipif(
+    not FUSED_EXPERTS, reason="transformers has one tensor for all experts since 5"
+)
+MUON = pytest.param("Muon", marks=needs_muon)
+"""For `parametrize`."""
