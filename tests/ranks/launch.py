@@ -26,16 +26,16 @@ _processes.set_forkserver_preload(["tests.ranks.preload"])
 
 @cache
 def build_extensions() -> None:
-    """Build what DeepSpeed would build on the ranks, outside of their time limit, once for all workers."""
+    """Build what DeepSpeed would build on the ranks, outside of their time limit.
+
+    Where it is built already this takes seconds; what is there may be another version's.
+    """
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])  # of tests/conftest.py
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "building"):
-        if not list(folder.rglob("deepspeed_shm_comm.so")):
-            script = (
-                "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)"
-            )
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-            subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+        script = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as b; b().load(verbose=False)"
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
