@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import frozen_opt
 from benchmarks.common import Result, command_line, log_to_nowhere, size, table
 from benchmarks.launch import run_ranks
-from frozen_opt.backends import plain
+from frozen_opt.optimizers import build_optimizer
 
 Factory = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
@@ -95,7 +95,7 @@ def _build(kind: Any, model: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 def _muon(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     """The Muon of torch takes matrices alone: the hybrid, with AdamW for the rest."""
-    return plain.build_optimizer(model, {"optimizer_config": {"optimizer": "Muon"}})
+    return build_optimizer(model, {"optimizer_config": {"optimizer": "Muon"}})
 
 
 def _lookahead(model: nn.Module, config: Any) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from torch import nn
 import frozen_opt
 from benchmarks.common import Result, command_line, log_to_nowhere, table
 from benchmarks.launch import run_ranks
-from frozen_opt import agreement
+from frozen_opt.ranks import agreement
 
 LAYERS, EXPERTS = 64, 4
 PATTERNS = ["*.mlp.gate.weight", "*.self_attn.*"]

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from frozen_opt.backends import find_optimizers, require_optimizers
+from frozen_opt.backends.optimizer_search import find_optimizers, require_optimizers
 from frozen_opt.config import has, lookup, read_patterns
 from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError
-from frozen_opt.patterns import check_patterns
+from frozen_opt.matching.patterns import check_patterns
 
 Arguments: TypeAlias = Mapping[str, Any]
 """A call's arguments by name, and `self`."""

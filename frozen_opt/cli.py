@@ -13,8 +13,8 @@ try:
 except ModuleNotFoundError:  # an extra brings it; main() says so
     typer = None  # type: ignore[assignment]
 
+from frozen_opt.commands.bad_input import BadInput
 from frozen_opt.errors import FreezingError, printable
-from frozen_opt.headers import BadInput
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _app() -> typer.Typer:
-    from frozen_opt.preview import preview
+    from frozen_opt.commands.preview import preview
 
     app = typer.Typer(
         help="Freeze chosen parameters of a model by config, and prove that they stayed.",
@@ -64,7 +64,7 @@ On several ranks, with DDP, FSDP2 or DeepSpeed:
 
 \b
 Every key and its value:
-  {Path(__file__).with_name("demo.yaml")}
+  {Path(__file__).with_name("demo") / "demo.yaml"}
 Exit code: 0, 1 if a frozen parameter moved, 2 for bad input.
 """
 
@@ -75,7 +75,7 @@ def demo(
 ) -> int:
     """The `demo` subcommand."""
     try:
-        from frozen_opt.demo import run
+        from frozen_opt.demo.run import run
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in {"omegaconf", "rich", "transformers"}:

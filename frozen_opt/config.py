@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from frozen_opt.errors import FreezeConfigError
-from frozen_opt.patterns import check_patterns
+from frozen_opt.matching.patterns import check_patterns
 
 
 def has(node: object, key: str) -> bool:

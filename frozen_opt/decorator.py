@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from frozen_opt import ranks
 from frozen_opt.arguments import (
     Arguments,
     Default,
@@ -22,8 +21,9 @@ from frozen_opt.arguments import (
     find_patterns,
     find_role,
 )
+from frozen_opt.matching.selection import NameMap
 from frozen_opt.plan import make_plan
-from frozen_opt.selection import NameMap
+from frozen_opt.ranks import collectives
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -35,7 +35,7 @@ def with_freezing(
     config: str | None = None,
     model: str | Callable[[Arguments], Any] | None = None,
     name_map: NameMap = None,
-    group: ranks.Group = None,
+    group: collectives.Group = None,
 ) -> Callable[[Factory], Factory]:
     """Decorate an optimizer factory: it gets the model with the role's parameters frozen already.
 
@@ -89,7 +89,7 @@ class _Freezing:
     config: str | None
     model: str | Callable[[Arguments], Any] | None
     name_map: NameMap
-    group: ranks.Group
+    group: collectives.Group
 
 
 @dataclass
@@ -144,10 +144,10 @@ def _around(
         yield call
         plan.leave_alone(_built_or_none(factory, arguments, call.result))
         return
-    with plan.frozen():
+    with plan.applied():
         yield call
-        proof = plan.prove(find_built(factory, arguments, call.result))
-    plan.leave_traces(proof, plan.record(proof))
+        outcome = plan.prove(find_built(factory, arguments, call.result))
+    plan.leave_traces(outcome, plan.record(outcome))
 
 
 def _built_or_none(factory: Callable[..., Any], arguments: Arguments, result: object) -> Any:

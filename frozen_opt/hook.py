@@ -7,16 +7,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from frozen_opt import ranks
-from frozen_opt.names import module_list, named_parameters
+from frozen_opt.matching.names import module_list
+from frozen_opt.matching.selection import NameMap
+from frozen_opt.parameters import named_parameters
 from frozen_opt.plan import freeze_parameters, make_plan
-from frozen_opt.selection import NameMap
+from frozen_opt.ranks import collectives
 
 Model = TypeVar("Model")
 
 
 def freezing_hook(
-    role: str, patterns: Sequence[str] | None, *, name_map: NameMap = None, group: ranks.Group = None
+    role: str, patterns: Sequence[str] | None, *, name_map: NameMap = None, group: collectives.Group = None
 ) -> Callable[..., Any]:
     """A pre-wrap hook that freezes: gets the model, or a list of chunks, and returns the same.
 

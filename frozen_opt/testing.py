@@ -18,18 +18,21 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from frozen_opt import ranks
-from frozen_opt.backends import require_optimizers
+from frozen_opt.backends.bits import bits, mixed_bits
+from frozen_opt.backends.optimizer_search import require_optimizers
 from frozen_opt.errors import listing
-from frozen_opt.names import module_list
-from frozen_opt.patterns import check_patterns
-from frozen_opt.selection import Selector, closest_names
-from frozen_opt.shards import bits, mixed_bits, resting_parameters
+from frozen_opt.exclusion.proof import held_by, is_a_strangers
+from frozen_opt.matching.names import module_list
+from frozen_opt.matching.patterns import check_patterns
+from frozen_opt.matching.selection import Selector
+from frozen_opt.matching.unmatched import closest_names
+from frozen_opt.parameters import resting_parameters
+from frozen_opt.ranks import collectives
 
 Model = nn.Module | Sequence[nn.Module]
 
 
-def assert_frozen(model: Model, patterns: Sequence[str], *, group: ranks.Group = None) -> None:
+def assert_frozen(model: Model, patterns: Sequence[str], *, group: collectives.Group = None) -> None:
     """Assert that every parameter that the patterns select requires no gradient.
 
     Args:
@@ -43,7 +46,7 @@ def assert_frozen(model: Model, patterns: Sequence[str], *, group: ranks.Group =
 
 
 def assert_excluded(
-    optimizer: object, model: Model, patterns: Sequence[str], *, group: ranks.Group = None
+    optimizer: object, model: Model, patterns: Sequence[str], *, group: collectives.Group = None
 ) -> None:
     """Assert that the optimizer steps none of the parameters that the patterns select.
 
@@ -58,7 +61,7 @@ def assert_excluded(
 
 
 def assert_no_state(
-    optimizer: object, model: Model, patterns: Sequence[str], *, group: ranks.Group = None
+    optimizer: object, model: Model, patterns: Sequence[str], *, group: collectives.Group = None
 ) -> None:
     """Assert `assert_excluded`, and that the optimizer keeps no state for these parameters.
 
@@ -82,7 +85,7 @@ def assert_no_state(
 
 
 @contextmanager
-def unchanged(model: Model, patterns: Sequence[str], *, group: ranks.Group = None) -> Iterator[None]:
+def unchanged(model: Model, patterns: Sequence[str], *, group: collectives.Group = None) -> Iterator[None]:
     """Assert that the block leaves every bit of the selected parameters alone, and moves another one.
 
     Looks after each step of a torch optimizer and at the end of the block, and keeps a copy of this
@@ -106,7 +109,7 @@ def unchanged(model: Model, patterns: Sequence[str], *, group: ranks.Group = Non
         now = dict(_elements(model, selected))
         for name, elements in before.items():
             if name not in seen and (difference := _difference(elements, now.get(name))):
-                seen[name] = f"{ranks.place(group)}{name} {difference} ({when})"
+                seen[name] = f"{collectives.place(group)}{name} {difference} ({when})"
 
     with _after_each_step(lambda step: look(f"seen after optimizer step {step}")):
         yield
@@ -115,31 +118,31 @@ def unchanged(model: Model, patterns: Sequence[str], *, group: ranks.Group = Non
     _agree(list(seen.values()), group, moved)
 
 
-def _select(model: Model, patterns: Sequence[str], group: ranks.Group) -> dict[str, nn.Parameter]:
+def _select(model: Model, patterns: Sequence[str], group: collectives.Group) -> dict[str, nn.Parameter]:
     """The parameters of this rank that the patterns select, as they are between steps."""
     wanted = check_patterns(patterns, "test")
     if not wanted:
         raise AssertionError("there are no patterns, so that nothing would be checked")
     selection = Selector("test", wanted).select(module_list(model)).whole()
-    credited = sorted({index for found in selection.matches for index in found.verdict.credited})
-    findings = ranks.gather(credited, group)
+    credited = sorted({index for found in selection.matched for index in found.verdict.credited})
+    findings = collectives.gather(credited, group)
     current, _ = resting_parameters(model)
     for index, pattern in enumerate(wanted):
         if not any(index in finding for finding in findings):
             closest = [name for _, name in closest_names(pattern, list(current))]
             raise AssertionError(f"{pattern!r} matches no parameter; the closest names: {listing(closest)}")
-    return {name: current[name] for name in selection.frozen}
+    return {found.name: current[found.name] for found in selection.chosen}
 
 
 def _held(optimizer: object, model: Model, selected: Mapping[str, nn.Parameter]) -> list[str]:
-    held = {id(tensor) for _, tensors in require_optimizers(optimizer) for tensor in tensors}
-    if held and held.isdisjoint(map(id, resting_parameters(model)[0].values())):
+    held = held_by(require_optimizers(optimizer))
+    if is_a_strangers(held, resting_parameters(model)[0].values()):
         return ["the optimizer holds no parameter of the model: it trains another one, or copies"]
     return [f"the optimizer holds {name}" for name, tensor in selected.items() if id(tensor) in held]
 
 
-def _agree(faults: list[str], group: ranks.Group, moved: bool = True) -> None:
-    findings = ranks.gather((faults, moved), group)
+def _agree(faults: list[str], group: collectives.Group, moved: bool = True) -> None:
+    findings = collectives.gather((faults, moved), group)
     together = list(dict.fromkeys(fault for finding, _ in findings for fault in finding))
     if not any(moved for _, moved in findings):
         together.append(

@@ -88,7 +88,7 @@ def test_out_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_frozen_tensor_that_moved_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("frozen_opt.demo.run", lambda overrides, out: False)
+    monkeypatch.setattr("frozen_opt.demo.run.run", lambda overrides, out: False)
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
 
 
@@ -110,8 +110,7 @@ def test_says_which_extra_is_missing(
     if package == "typer":
         monkeypatch.setattr(cli, "typer", None)
     else:
-        monkeypatch.delitem(sys.modules, "frozen_opt.demo", raising=False)
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        for name in [name for name in sys.modules if name.startswith((f"{package}.", "frozen_opt.demo."))]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, package, None)  # import then raises ModuleNotFoundError
     assert cli.main(["demo", *SMALL, "--out", str(tmp_path)]) == 2

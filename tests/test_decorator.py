@@ -18,7 +18,7 @@ from torch import nn
 
 import frozen_opt
 from frozen_opt import with_freezing
-from frozen_opt.names import trainable_parameters
+from frozen_opt.parameters import trainable_parameters
 from tests.models import flags, moved, snapshot, train, transformer
 
 GATES = ["*.mlp.gate.weight"]

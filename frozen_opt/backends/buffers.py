@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from frozen_opt.errors import listing
-from frozen_opt.names import Found, Walk
+from frozen_opt.matching.names import Found, Walk
 
 _STATISTICS = (
     "the running statistics of {modules} are buffers, and still move in training mode though the parameters "

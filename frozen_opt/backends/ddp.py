@@ -5,26 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from frozen_opt.errors import listing
-from frozen_opt.names import Found, Walk
-
-_wrapped: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-"""Each living DDP -> ids of the parameters for which it has no place, since they were frozen by then."""
-
-
-def _note(module: nn.Module, name: str, child: Any) -> None:
-    """Nothing on a model tells that a DDP wraps it, so they are noted as they take their models."""
-    if isinstance(module, DistributedDataParallel) and isinstance(child, nn.Module):
-        _wrapped[module] = {id(p) for p in child.parameters() if not p.requires_grad}
-
-
-register_module_module_registration_hook(_note)
+from frozen_opt.matching.living_ddps import living
+from frozen_opt.matching.names import Found, Walk
 
 
 def wrapped_too_early(walk: Walk, matched: Sequence[Found]) -> str | None:
@@ -51,7 +37,7 @@ def wrapped_without(walk: Walk, thawed: Sequence[Found]) -> str | None:
     for wrapper in _around(walk, thawed):
         inside = set(map(id, wrapper._module_parameters))
         names = [found.name for found in thawed if id(found.parameter) in inside]
-        if (without := _wrapped.get(wrapper)) is not None:
+        if (without := living.get(wrapper)) is not None:
             names = [found.name for found in thawed if id(found.parameter) in without]
         elif _held(wrapper) >= _trainable(wrapper) + len(names):
             continue  # it was made before frozen_opt was imported, and there is a place for all
@@ -73,7 +59,7 @@ def _around(walk: Walk, touched: Sequence[Found]) -> Iterator[Any]:
     def outside() -> list[Any]:
         return [
             wrapper
-            for wrapper in _wrapped
+            for wrapper in living
             if wrapper not in here and not ids.isdisjoint(map(id, getattr(wrapper, "_module_parameters", ())))
         ]
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from frozen_opt.backends import Backend, find_optimizers, plain
-from frozen_opt.config import lookup
-from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
-from frozen_opt.names import Found, Walk
+from frozen_opt.backends.base import Backend
+from frozen_opt.backends.optimizer_search import find_optimizers
+from frozen_opt.backends.plain import surprises
+from frozen_opt.errors import UnsupportedBackendError, listing
+from frozen_opt.matching.names import Found, Walk
 
 # Named, not imported: a process that never imports DeepSpeed holds none of its objects.
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -67,7 +68,7 @@ class DeepSpeedBackend(Backend):
         )
 
     def warnings(self, walk: Walk, matched: Sequence[Found]) -> list[str]:
-        return plain.surprises(walk, matched)
+        return surprises(walk, matched)
 
     def element_counts(self, walk: Walk, parameters: Sequence[nn.Parameter]) -> list[int]:
         # Under ZeRO 3 a parameter that is not in use has no elements
@@ -104,24 +105,3 @@ def _marked(parameters: Sequence[nn.Parameter]) -> set[int]:
         *(id(parameter) for parameter in parameters if hasattr(parameter, "_hp_mapping")),
         *(id(parameter) for mark in stage3.values() for group in mark.fp16_groups for parameter in group),
     }
-
-
-def build_optimizer(model: nn.Module, config: object) -> torch.optim.Optimizer:
-    """The client optimizer, for `deepspeed.initialize(model=model, optimizer=..., config=...)`.
-
-    As `plain.build_optimizer` builds it, under `zero.Init` as well. DeepSpeed wants
-    `"zero_allow_untested_optimizer": true` in its config for optimizers that it does not know.
-
-    Args:
-        model: The model, not yet in an engine.
-        config: The role's node, with `optimizer_config` in it.
-
-    Raises:
-        FreezeConfigError: `optimizer_config` is missing, or names something that can't be built, or Muon.
-    """
-    if lookup(lookup(config, "optimizer_config"), "optimizer") == "Muon":
-        raise FreezeConfigError(
-            "optimizer_config.optimizer is Muon, which needs matrices, and ZeRO hands its optimizer flat "
-            "tensors: choose Muon in DeepSpeed's own config in place of a client optimizer, or AdamW here"
-        )
-    return plain.build_optimizer(model, config)

@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from frozen_opt.backends import Backend
+from frozen_opt.backends.base import Backend
 from frozen_opt.backends.ddp import wrapped_too_early, wrapped_without
-from frozen_opt.backends.plain import build_optimizer, surprises
+from frozen_opt.backends.plain import surprises
 from frozen_opt.errors import UnsupportedBackendError
-from frozen_opt.names import Found, Walk
-
-__all__ = ["FSDPBackend", "build_optimizer"]
+from frozen_opt.matching.names import Found, Walk
 
 # Named, not imported: that takes half a second, and a process that never imports FSDP holds none.
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"

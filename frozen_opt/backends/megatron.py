@@ -6,18 +6,16 @@ at that time. Classes are known by their names, so that nothing is imported from
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from frozen_opt.backends import Backend
+from frozen_opt.backends.base import Backend
 from frozen_opt.backends.buffers import moving_buffers
-from frozen_opt.config import lookup
-from frozen_opt.errors import FreezeConfigError, UnsupportedBackendError, listing
-from frozen_opt.names import Found, Renumbering, Walk, module_list, register_renumbering
+from frozen_opt.errors import UnsupportedBackendError, listing
+from frozen_opt.matching.names import Found, Renumbering, Walk, register_renumbering
 
 _MODULE = "megatron.core.transformer.module.MegatronModule"
 _GPT = "megatron.core.models.gpt.gpt_model.GPTModel"
@@ -259,60 +257,3 @@ def _recompute(walk: Walk, matched: Sequence[Found]) -> list[str]:
         "embedding's output require a gradient: "
         "model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())"
     ]
-
-
-# --- the optimizer
-
-
-def build_optimizer(model: nn.Module | Sequence[nn.Module], config: object) -> Any:
-    """Megatron's optimizer for the chunks, as `get_megatron_optimizer` builds it.
-
-    Args:
-        model: The chunk, or list of chunks, wrapped by Megatron's DDP.
-        config: The role's node. Of its `optimizer_config`, this reads `optimizer` (`adam`, which is AdamW
-            here, or `sgd`), `lr`, `adam_betas`, `weight_decay`, `max_grad_norm`, and `optimizer_kwargs`
-            (any further settings of Megatron's `OptimizerConfig`). Precision and the use of the distributed
-            optimizer are those of the model.
-
-    Raises:
-        FreezeConfigError: `optimizer_config` is missing, or has a setting that Megatron does not know.
-    """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    settings = lookup(config, "optimizer_config")
-    if settings is None:
-        raise FreezeConfigError(
-            "no optimizer_config in the role's config: it needs optimizer and lr, at least"
-        )
-    chunks: list[Any] = module_list(model)
-    fields: dict[str, Any] = {
-        "optimizer": _optimizer_name(lookup(settings, "optimizer")),
-        "bf16": chunks[0].config.bf16,
-        "fp16": chunks[0].config.fp16,
-        "params_dtype": chunks[0].config.params_dtype,
-        "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
-    }
-    for ours, theirs in (("lr", "lr"), ("weight_decay", "weight_decay"), ("max_grad_norm", "clip_grad")):
-        if (value := lookup(settings, ours)) is not None:
-            fields[theirs] = value
-    if (betas := lookup(settings, "adam_betas")) is not None:
-        fields["adam_beta1"], fields["adam_beta2"] = betas
-    fields |= dict(lookup(settings, "optimizer_kwargs") or {})
-    known = [field.name for field in dataclasses.fields(OptimizerConfig)]
-    if unknown := sorted(set(fields) - set(known)):
-        raise FreezeConfigError(
-            f"optimizer_config.optimizer_kwargs has {listing(unknown)}, which Megatron's OptimizerConfig "
-            f"does not have: it has {listing(known, 100)}"
-        )
-    return get_megatron_optimizer(OptimizerConfig(**fields), chunks)
-
-
-def _optimizer_name(name: object) -> str:
-    names = {None: "adam", "adam": "adam", "adamw": "adam", "sgd": "sgd"}
-    key = name.lower() if isinstance(name, str) else name
-    if key not in names:
-        raise FreezeConfigError(
-            f"optimizer_config.optimizer is {name!r}, and Megatron has adam (which is AdamW there) and sgd. "
-            "For its Muon, decorate megatron.core.optimizer.muon.get_megatron_muon_optimizer"
-        )
-    return names[key]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from frozen_opt.names import walk
+from frozen_opt.matching.names import walk
 
 VOCABULARY, LENGTH, HIDDEN = 64, 8, 16
 

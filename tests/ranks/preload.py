@@ -16,7 +16,7 @@ try:
         "torch.distributed.fsdp",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "deepspeed",
-        "frozen_opt",
+        "frozen_opt.decorator",
         "tests.ranks.megatron_preload",
     ):
         importlib.import_module(name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frozen_opt import named_parameters, with_freezing
-from frozen_opt.backends import plain
+from frozen_opt.optimizers import build_optimizer
 from tests.versions import FUSED_EXPERTS
 
 PATTERNS = ["*.mlp.gate.weight", "model.layers.0.*", "!model.layers.0.self_attn.[qk]_*"]
@@ -30,7 +30,7 @@ CONFIG = {"trainer": {"policy": {"freeze_parameters": PATTERNS, "optimizer_confi
 
 
 def build_plain(model: nn.Module, config: Any) -> torch.optim.Optimizer:
-    return plain.build_optimizer(model, config["trainer"]["policy"])
+    return build_optimizer(model, config["trainer"]["policy"])
 
 
 build_policy_optimizer = with_freezing("policy")(build_plain)
@@ -185,7 +185,7 @@ class Masters:
 
 def reference(
     patterns: list[str] = PATTERNS,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: plain.build_optimizer(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(
         model, {"optimizer_config": OPTIMIZER}
     ),
     dtype: torch.dtype = torch.float32,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import frozen_opt
-from frozen_opt import agreement
+from frozen_opt.ranks import agreement
 from tests.ranks.launch import run_ranks
 
 LIMIT = 30  # seconds; a rank that waits for ever fails the test

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import frozen_opt
-from frozen_opt.backends import deepspeed as backend
 from frozen_opt.backends.deepspeed import DeepSpeedBackend
+from frozen_opt.backends.optimizer_search import find_optimizers
+from frozen_opt.optimizers import build_deepspeed_optimizer
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
 
@@ -21,7 +22,7 @@ POLICY = {"freeze_parameters": qwen.PATTERNS, "optimizer_config": qwen.OPTIMIZER
 BFLOAT16 = {"bf16": {"enabled": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
-build_optimizer = frozen_opt.with_freezing("policy")(backend.build_optimizer)
+build_optimizer = frozen_opt.with_freezing("policy")(build_deepspeed_optimizer)
 
 
 def settings(stage: int, zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def train(engine: Any, optimizer: Any, start: dict[str, torch.Tensor]) -> dict[s
     start = {name: value.to(dtype) for name, value in start.items()}
     held = {
         names[id(parameter)]
-        for _, parameters in backend.find_optimizers(engine)
+        for _, parameters in find_optimizers(engine)
         for parameter in parameters
         if id(parameter) in names
     }
@@ -119,7 +120,7 @@ def inside_the_factory(model: nn.Module, config: dict[str, Any], start: Any) -> 
 
     @frozen_opt.with_freezing("policy")
     def initialize(model: nn.Module, policy: Any, config: Any) -> Any:
-        optimizer = backend.build_optimizer(model, policy)
+        optimizer = build_deepspeed_optimizer(model, policy)
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     engine, optimizer, _, _ = initialize(model, policy=POLICY, config={"policy": POLICY, **config})
@@ -234,7 +235,7 @@ def too_late() -> None:
     for name, (config, _) in CLIENT.items():
         frozen_opt.reset()
         model = qwen.build()
-        client = backend.build_optimizer(model, POLICY)
+        client = build_deepspeed_optimizer(model, POLICY)
         engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=client, config=config)
         # Without the refusal the plan is made, and three steps move all "frozen" tensors that have a weight
         # decay (6 of the 8) for every one of these optimizers but torch's own of stage 0. (Let
@@ -366,7 +367,7 @@ def test_nothing_is_imported_for_those_who_use_none_of_it() -> None:
 def test_muon_is_no_client_optimizer() -> None:
     config = {"optimizer_config": {"optimizer": "Muon", "lr": 1e-2}}
     with pytest.raises(frozen_opt.FreezeConfigError, match="ZeRO hands its optimizer flat tensors"):
-        backend.build_optimizer(qwen.build(), config)
+        build_deepspeed_optimizer(qwen.build(), config)
 
 
 def layers() -> list[nn.Module]:

@@ -16,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frozen_opt import cli, demo
-from frozen_opt.headers import BadInput
-from frozen_opt.shards import resting_parameters
-from frozen_opt.strategies import launched, wrap_deepspeed
+from frozen_opt import cli
+from frozen_opt.commands.bad_input import BadInput
+from frozen_opt.demo import config as demo_config
+from frozen_opt.demo import learners as demo_learners
+from frozen_opt.demo import ppo as demo_ppo
+from frozen_opt.demo import run as demo_run
+from frozen_opt.demo.strategies import launched, wrap_deepspeed
+from frozen_opt.parameters import resting_parameters
 from tests.ranks.launch import build_extensions, run_ranks
 from tests.versions import needs_fsdp2_on_cpu, needs_muon
 
@@ -59,7 +63,7 @@ def counts(row: dict[str, Any]) -> dict[str, int]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The metrics of a single process."""
     out = tmp_path_factory.mktemp("alone")
-    assert demo.run(SMALL, out)
+    assert demo_run.run(SMALL, out)
     return rows(out)
 
 
@@ -97,11 +101,11 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
 
 def train(out: Path, overrides: list[str], meddle: bool) -> dict[str, Any]:
     """A run on ranks that are up already, in which rank 1 may move one element of its frozen tensors."""
-    config = demo.load_config([*SMALL, *overrides])
-    learners: dict[str, demo.Learner] = {}
-    make, step = demo.make_learners, demo.ppo_step
+    config = demo_config.load_config([*SMALL, *overrides])
+    learners: dict[str, demo_learners.Learner] = {}
+    make, step = demo_learners.make_learners, demo_ppo.ppo_step
 
-    def keep(config: Any) -> dict[str, demo.Learner]:
+    def keep(config: Any) -> dict[str, demo_learners.Learner]:
         learners.update(make(config))
         return learners
 
@@ -114,16 +118,16 @@ def train(out: Path, overrides: list[str], meddle: bool) -> dict[str, Any]:
 
     said = io.StringIO()
     with (
-        mock.patch.object(demo, "make_learners", keep),
-        mock.patch.object(demo, "ppo_step", step_and_meddle),
+        mock.patch.object(demo_run, "make_learners", keep),
+        mock.patch.object(demo_run, "ppo_step", step_and_meddle),
         redirect_stdout(said),
     ):
-        held = demo.train(config, out)
+        held = demo_run.train(config, out)
     return {
         "held": held,
         "said": said.getvalue(),
-        "astray": demo.moved(learners["critic"], frozen=True) if "critic" in learners else [],
-        "bytes": [demo.state_bytes(learner.optimizer) for learner in learners.values()],
+        "astray": demo_learners.moved(learners["critic"], frozen=True) if "critic" in learners else [],
+        "bytes": [demo_learners.state_bytes(learner.optimizer) for learner in learners.values()],
     }
 
 
@@ -168,7 +172,7 @@ def test_every_strategy_learns_alike(tmp_path: Path) -> None:
 def test_one_rank_is_like_one_process(overrides: list[str], tmp_path: Path) -> None:
     (result,) = run_ranks(train, 1, tmp_path / "rank", overrides, False, timeout=120)
     assert result["held"]
-    assert demo.run([*SMALL, *overrides, "trainer.strategy=torch"], tmp_path / "process")
+    assert demo_run.run([*SMALL, *overrides, "trainer.strategy=torch"], tmp_path / "process")
     for row, other in zip(rows(tmp_path / "rank"), rows(tmp_path / "process"), strict=True):
         assert row == pytest.approx(other, rel=1e-3)
 
@@ -197,7 +201,7 @@ def test_what_does_not_fit_the_launch(
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(BadInput, match=re.escape(message)), launched(demo.load_config(overrides)):
+    with pytest.raises(BadInput, match=re.escape(message)), launched(demo_config.load_config(overrides)):
         pass
 
 
@@ -205,7 +209,7 @@ def test_what_does_not_fit_the_launch(
 def test_ranks_on_a_device_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in LAUNCHED.items():
         monkeypatch.setenv(key, value)
-    config = demo.load_config(["trainer.strategy=ddp", "trainer.device=cuda"])
+    config = demo_config.load_config(["trainer.strategy=ddp", "trainer.device=cuda"])
     with pytest.raises(BadInput, match="there is none"), launched(config):
         pass
 
@@ -227,7 +231,7 @@ def test_the_first_to_fail_speaks(
         monkeypatch.setenv("RANK", rank)
         assert cli.main(["demo", "--no-such-option"]) == 2
         assert ("No such option" in capsys.readouterr().err) == (rank == "1")
-    monkeypatch.setattr("frozen_opt.demo.run", mock.Mock(side_effect=RuntimeError("closed by peer")))
+    monkeypatch.setattr("frozen_opt.demo.run.run", mock.Mock(side_effect=RuntimeError("closed by peer")))
     assert cli.main(["demo"]) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(RuntimeError, match="closed by peer"):

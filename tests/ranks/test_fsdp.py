@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import frozen_opt
-from frozen_opt.backends import fsdp
-from frozen_opt.report import frozen_so_far
+from frozen_opt.optimizers import build_optimizer as build_by_config
+from frozen_opt.reports.memory import frozen_so_far
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
 from tests.versions import TORCH_2_6, needs_hsdp_on_cpu, needs_muon
@@ -33,7 +33,7 @@ POLICY = {"freeze_parameters": qwen.PATTERNS, "optimizer_config": qwen.OPTIMIZER
 WHOLE_UNIT = ["model.embed_tokens.weight", "model.layers.0.*"]
 MUON = {"optimizer": "Muon", "lr": 1e-2, "weight_decay": 0.1}
 
-build_optimizer = frozen_opt.with_freezing("policy")(fsdp.build_optimizer)
+build_optimizer = frozen_opt.with_freezing("policy")(build_by_config)
 
 
 def shard(model: Any, mesh: Any = None, **settings: Any) -> Any:
@@ -125,7 +125,7 @@ def inside(config: dict[str, Any], sharding: Callable[[Any], Any]) -> qwen.Run:
     @frozen_opt.with_freezing("policy")
     def build(model: Any, config: Any) -> tuple[Any, Any]:
         sharded = sharding(model)
-        return sharded, fsdp.build_optimizer(sharded, config)
+        return sharded, build_by_config(sharded, config)
 
     run = train(*build(qwen.build(), config))
     frozen = frozen_opt.report("policy").names
@@ -159,7 +159,7 @@ def from_meta() -> qwen.Run:
 
     @frozen_opt.with_freezing("policy")
     def build(model: Any, config: Any) -> Any:
-        return fsdp.build_optimizer(fill(model), config)
+        return build_by_config(fill(model), config)
 
     return train(model, build(model, POLICY))
 
@@ -273,7 +273,7 @@ def reregistering() -> None:
     def split_and_build(model: Any, config: Any) -> Any:
         gate = model.model.layers[1].mlp.gate  # what a tensor-parallel step does: a new, trainable Parameter
         gate.weight = nn.Parameter(distribute_tensor(gate.weight.detach(), mesh, [Shard(0)]))
-        return fsdp.build_optimizer(model, config)
+        return build_by_config(model, config)
 
     with pytest.raises(frozen_opt.FrozenParameterInOptimizerError, match=r"holds 1 .*layers\.1\.mlp\.gate\."):
         split_and_build(model, POLICY)
@@ -308,7 +308,7 @@ def shared_trunk() -> None:
     policy = shard(qwen.build())
     critic = Critic(policy.model)
     build_optimizer(policy, POLICY)
-    build_critic = frozen_opt.with_freezing("critic")(fsdp.build_optimizer)
+    build_critic = frozen_opt.with_freezing("critic")(build_by_config)
     frozen = frozen_opt.report("policy").names
     # The policy's freeze leaves its flags on the shared tensors: a critic that filters by them is fine ...
     build_critic(critic, POLICY | {"freeze_parameters": ["head.bias"]})

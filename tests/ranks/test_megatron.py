@@ -16,7 +16,9 @@ from loguru import logger
 
 import frozen_opt
 from frozen_opt import FreezeConfigError, FreezeReport, named_parameters, with_freezing
-from frozen_opt.backends import find_optimizers, megatron
+from frozen_opt.backends import megatron
+from frozen_opt.backends.optimizer_search import find_optimizers
+from frozen_opt.optimizers import build_megatron_optimizer
 from tests.ranks.launch import run_ranks
 from tests.ranks.megatron_cpu import LENGTH, Layout, batches, run_bare_step, run_step, wrap
 
@@ -59,7 +61,7 @@ def train(
     chunks = wrap(chunks, **ddp)
     parameters = dict(named_parameters(chunks))
     assert list(parameters) == bare_names
-    factory = with_freezing("policy", patterns=patterns)(build or megatron.build_optimizer)
+    factory = with_freezing("policy", patterns=patterns)(build or build_megatron_optimizer)
     optimizer = factory(chunks, {"optimizer_config": SETTINGS})
     assert frozen_opt.report("policy") == by_hook
 
@@ -209,7 +211,7 @@ def refuse_late(layout: Layout, pattern: str, by_hand: bool, ddp: dict[str, Any]
             parameter.requires_grad_(not fnmatchcase(name, pattern))
     before = [(name, parameter.requires_grad) for name, parameter in named_parameters(chunks)]
     with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
-        with_freezing("policy", patterns=[pattern])(megatron.build_optimizer)(
+        with_freezing("policy", patterns=[pattern])(build_megatron_optimizer)(
             chunks, {"optimizer_config": SETTINGS}
         )
     after = [(name, parameter.requires_grad) for name, parameter in named_parameters(chunks)]
@@ -274,7 +276,7 @@ def train_on_torch_fsdp(late: bool) -> None:
     if not late:
         frozen_opt.freezing_hook("policy", patterns)(chunks)
     chunks = [TorchFullyShardedDataParallel(chunks[0].config, DistributedDataParallelConfig(), chunks[0])]
-    factory = with_freezing("policy", patterns=patterns)(megatron.build_optimizer)
+    factory = with_freezing("policy", patterns=patterns)(build_megatron_optimizer)
     optimizer = factory(chunks, {"optimizer_config": SETTINGS | {"max_grad_norm": 0.0}})
     assert frozen_opt.report("policy").names == names
     assert frozen_opt.report("policy").element_count == frozen_opt.report("bare").element_count
@@ -365,7 +367,7 @@ def freeze_routers(update_rate: float) -> tuple[list[str], list[bool], list[bool
     patterns = ["*.router.weight"]
     frozen_opt.freezing_hook("policy", patterns)(chunks)
     chunks = wrap(chunks)
-    factory = with_freezing("policy", patterns=patterns)(megatron.build_optimizer)
+    factory = with_freezing("policy", patterns=patterns)(build_megatron_optimizer)
     optimizer = factory(chunks, {"optimizer_config": SETTINGS})
     before = [router.weight.clone() for router in routers]
     run_step(chunks, optimizer, 0)
@@ -483,7 +485,7 @@ def build_and_wrap(chunks: Any, ddp: dict[str, Any]) -> Any:
     """A factory that wraps as well, and makes everything trainable on the way."""
     for chunk in chunks:
         chunk.requires_grad_(True)
-    return megatron.build_optimizer(wrap(chunks, **ddp), {"optimizer_config": SETTINGS})
+    return build_megatron_optimizer(wrap(chunks, **ddp), {"optimizer_config": SETTINGS})
 
 
 def bypass(chunks: Any, ddp: dict[str, Any]) -> Any:
@@ -568,10 +570,10 @@ def read_settings() -> Any:
     chunks = wrap(Layout().chunks())
 
     def build(**settings: Any) -> Any:
-        return megatron.build_optimizer(chunks, {"optimizer_config": settings})
+        return build_megatron_optimizer(chunks, {"optimizer_config": settings})
 
     with pytest.raises(FreezeConfigError, match="optimizer_config"):
-        megatron.build_optimizer(chunks, {})
+        build_megatron_optimizer(chunks, {})
     with pytest.raises(FreezeConfigError, match=r"Lion.*get_megatron_muon_optimizer"):
         build(optimizer="Lion")
     with pytest.raises(FreezeConfigError, match="sgd_momentom"):
@@ -636,7 +638,7 @@ def thaw(ddp: dict[str, Any], wrapped_too: bool) -> tuple[str, bool, torch.Tenso
     chunks = frozen_opt.freezing_hook("policy", ["*.router.weight"])(Layout(dp=2).chunks())
     wrapped = wrap(chunks, **ddp)
     settings = {"optimizer_config": SETTINGS}
-    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(megatron.build_optimizer)
+    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(build_megatron_optimizer)
     with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
         build(wrapped, settings) if wrapped_too else frozen_opt.freeze_parameters(chunks, [], role="policy")
     parameters = dict(named_parameters(wrapped))
@@ -644,7 +646,7 @@ def thaw(ddp: dict[str, Any], wrapped_too: bool) -> tuple[str, bool, torch.Tenso
     parameters[router].requires_grad_(True)  # what the refusal prevents
     before = parameters[router].detach().clone()
     try:
-        run_step(wrapped, megatron.build_optimizer(wrapped, settings), dist.get_rank())
+        run_step(wrapped, build_megatron_optimizer(wrapped, settings), dist.get_rank())
     except Exception:
         return str(refusal.value), untouched, None  # it dies
     after = parameters[router].detach()
@@ -668,7 +670,7 @@ def thaw_in_time() -> set[str]:
     hook(chunks)
     frozen_opt.freezing_hook("policy", ["*.1.mlp.router.weight"])(chunks)
     wrapped = wrap(chunks)
-    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(megatron.build_optimizer)
+    build = with_freezing("policy", patterns=["*.1.mlp.router.weight"])(build_megatron_optimizer)
     optimizer = build(wrapped, {"optimizer_config": SETTINGS})
     before = {name: parameter.clone() for name, parameter in named_parameters(wrapped)}
     run_step(wrapped, optimizer, 0)

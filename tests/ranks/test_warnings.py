@@ -9,9 +9,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import fully_shard
 
 import frozen_opt
+from tests.backends.test_buffers import Router
 from tests.models import transformer
 from tests.ranks.launch import run_ranks
-from tests.test_buffers import Router
 
 
 def freeze_a_router(backend: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""What the `frozen-opt` command needs: preview, what it reads, and its error for bad input."""

@@ -1,0 +1,1 @@
+"""Which parameters a list of patterns selects: names, wrappers, patterns, and what was probably meant."""

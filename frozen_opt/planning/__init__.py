@@ -1,0 +1,1 @@
+"""The steps to a plan: what this rank finds, and what all ranks found put together."""
