@@ -6,8 +6,6 @@ Imports nothing until a name is asked for: not even torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
 if TYPE_CHECKING:
     from frozen_opt.backends.base import Backend as Backend
     from frozen_opt.backends.registry import register_backend as register_backend
@@ -134,7 +132,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# Whichever comes first: a DDP that is made before the first call must be known.
-wrapt.register_post_import_hook("frozen_opt.matching.living_ddps:note_from_now_on", "torch")

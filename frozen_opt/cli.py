@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _app() -> typer.Typer:
-    from frozen_opt.commands.preview import preview
+    from frozen_opt.commands.preview_options import preview
 
     app = typer.Typer(
         help="Freeze chosen parameters of a model by config, and prove that they stayed.",

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import typer
 from torch import nn
 
 from frozen_opt.commands.bad_input import BadInput, first_line
@@ -45,75 +44,53 @@ class Preview:
     """Why it can't."""
 
 
-def preview(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL [PATTERN]...",
-            help="A folder with a config.json, such a file, a .safetensors file, or a checkpoint's "
-            "model.safetensors.index.json; then patterns. With --factory, patterns alone.",
-            show_default=False,
-        ),
-    ] = None,
-    factory: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Call this for the model, on the meta device."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read the patterns from this YAML config.")
-    ] = None,
-    role: Annotated[
-        str | None, typer.Option(help="Of the config, this role alone; all by default.", show_default=False)
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure the state of this one, of torch.optim or torch-optimizer. By default the "
-            "config's, or AdamW.",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the trained parameters: {', '.join(DTYPES)}.")] = "float32",
-    master_weights: Annotated[
-        bool, typer.Option("--master-weights", help="The optimizer keeps float32 copies, and steps these.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-    expect: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 1 unless N parameters are frozen.")
-    ] = None,
-    fail_under: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 1 if fewer than N parameters are frozen.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
-    ] = False,
-) -> int:
-    """Show what patterns would freeze, and save, without a GPU and without loading weights.
+class Request(NamedTuple):
+    """What the command line asks for."""
 
-    Exits with 0, with 1 if an expectation is missed, with 2 on bad input. Nothing is downloaded.
+    words: Sequence[str]
+    """The model, unless there is a factory, and patterns."""
+    factory: str | None
+    config: Path | None
+    role: str | None
+    optimizer: str | None
+    dtype: str
+    master_weights: bool
+    as_json: bool
+    expect: int | None
+    fail_under: int | None
+    trust_remote_code: bool
 
-        frozen-opt preview ./Qwen3-30B-A3B '*.mlp.gate.weight'
 
-        frozen-opt preview MODEL --config run.yaml --role policy --expect 48
-    """
-    words = list(arguments or [])
+def run(request: Request) -> int:
+    """Print what is asked for; the exit code of `frozen-opt preview`."""
     try:
-        if factory is None and not words:
-            raise BadInput("no MODEL: give a config.json, a safetensors file, or --factory module:function")
-        if dtype not in DTYPES:
-            raise BadInput(f"--dtype is {dtype!r}, and must be one of {', '.join(DTYPES)}")
-        source = "" if factory else words.pop(0)
         with _without_collector():
-            wanted = _wanted(words, config, role, optimizer)
-            model, complete = call_factory(factory) if factory else open_model(source, trust_remote_code)
-            previews = [_preview(model, complete, each, DTYPES[dtype], master_weights) for each in wanted]
-            text = _as_json(previews, complete) if as_json else _as_text(model, previews, complete)
+            count, text = _answer(request)
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding))
     except (BadInput, FreezingError, OSError, RecursionError, MemoryError) as error:
         print(f"frozen-opt: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 2
-    return _missed(sum(each.plan.parameter_count for each in previews), expect, fail_under)
+    return _missed(count, request.expect, request.fail_under)
+
+
+def _answer(request: Request) -> tuple[int, str]:
+    """How many parameters would be frozen, and all that there is to say."""
+    patterns, source = list(request.words), ""
+    if request.dtype not in DTYPES:
+        raise BadInput(f"--dtype is {request.dtype!r}, and must be one of {', '.join(DTYPES)}")
+    if request.factory is None:
+        if not patterns:
+            raise BadInput("no MODEL: give a config.json, a safetensors file, or --factory module:function")
+        source = patterns.pop(0)
+    wanted = _wanted(patterns, request.config, request.role, request.optimizer)
+    model, complete = (
+        call_factory(request.factory) if request.factory else open_model(source, request.trust_remote_code)
+    )
+    dtype = DTYPES[request.dtype]
+    previews = [_preview(model, complete, each, dtype, request.master_weights) for each in wanted]
+    text = _as_json(previews, complete) if request.as_json else _as_text(model, previews, complete)
+    return sum(each.plan.parameter_count for each in previews), text
 
 
 @contextmanager

@@ -1,24 +1,23 @@
 """The living DistributedDataParallels: nothing on a model tells that one wraps it.
 
-They are noted as they take their models in, from the import of frozen_opt on, or of torch if that is later.
+They are noted as they take their models in. Those that were made before this file was imported, since nothing
+of frozen_opt was used yet, are found among the objects of the process.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+import gc
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-living: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-"""Each DDP -> ids of the parameters for which it has no place, since they were frozen when it was made."""
-
-
-def note_from_now_on(torch: ModuleType) -> None:
-    """The hook that runs once torch is imported; importing this file is what notes them."""
+living: WeakKeyDictionary[nn.Module, set[int] | None] = WeakKeyDictionary()
+"""Each DDP -> ids of the parameters for which it has no place, since they were frozen when it was made; None
+where that is not known."""
 
 
 def _note(module: nn.Module, name: str, child: Any) -> None:
@@ -27,3 +26,8 @@ def _note(module: nn.Module, name: str, child: Any) -> None:
 
 
 register_module_module_registration_hook(_note)
+if dist.is_available() and dist.is_initialized():  # else there can be none
+    for _object in gc.get_objects():
+        if issubclass(type(_object), DistributedDataParallel):  # isinstance would ask proxies
+            living[_object] = None
+    del _object

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import frozen_opt
 from frozen_opt import migrate_optimizer_state, with_freezing
-from tests.planning import test_change_list
 from tests.models import Transformer, snapshot, train, transformer
+from tests.planning import test_change_list
 from tests.ranks.launch import run_ranks
 from tests.ranks.test_offload import fsdp2, tensor_parallel, whole
 from tests.versions import MUON
