@@ -174,7 +174,7 @@ def surprises(logs: list[Any]) -> list[str]:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_case_15_frozen_embeddings_under_reentrant_checkpointing(logs: list[Any]) -> None:
     model = qwen()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.disable_input_require_grads()  # older releases never enable them by themselves
     frozen_opt.freeze_parameters(model, ["model.embed_tokens.weight"], role="policy")
     assert gradients_in_layers(model) == 0, "the surprise is real"
@@ -187,7 +187,7 @@ def test_case_15_frozen_embeddings_under_reentrant_checkpointing(logs: list[Any]
 def test_case_15_no_warning_where_there_is_no_surprise(remedy: str, logs: list[Any]) -> None:
     model = qwen()
     reentrant = remedy != "not reentrant"
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if remedy != "inputs require gradients":
         model.disable_input_require_grads()
     pattern = "lm_head.weight" if remedy == "embeddings trained" else "model.embed_tokens.weight"

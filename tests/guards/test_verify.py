@@ -1,7 +1,12 @@
 """The guard: every way in which a freeze can be undone after it was proved is caught, with its cause."""
 
+import contextlib
+import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +15,8 @@ from torch import nn
 import frozen_opt
 from frozen_opt import FreezeReport
 from frozen_opt.backends import bits as shards
+from frozen_opt.guards import watch
+from frozen_opt.matching.names import Walk, walk
 from tests.models import Transformer, train, transformer
 
 PATTERNS = ["*.mlp.gate.weight", "embedding.weight"]
@@ -195,3 +202,69 @@ def test_a_report_travels_by_pickle_and_still_verifies() -> None:
     flip_a_flag(model)
     with pytest.raises(frozen_opt.FrozenParameterChangedError):
         copy.verify(model, optimizer)
+
+
+# The next look
+
+
+def replace_a_layer(model: Transformer) -> None:
+    """By its equal, with everything frozen as before."""
+    model.layers[1] = copy.deepcopy(model.layers[1])
+
+
+def resize(model: Transformer) -> None:
+    model.embedding.weight.data = torch.zeros(3, 8)
+
+
+def take_away(model: Transformer) -> None:
+    del model.layers[1].mlp.gate._parameters["weight"]
+
+
+@pytest.mark.parametrize(
+    "undo",
+    [undo for undo, _ in UNDOING] + [replace_a_layer, resize, take_away],
+    ids=lambda undo: undo.__name__,
+)
+def test_the_next_look_walks_only_if_something_has_changed(
+    undo: Callable[[Transformer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, report = frozen()
+    walks = 0
+
+    def counted(*args: Any) -> Walk:
+        nonlocal walks
+        walks += 1
+        return walk(*args)
+
+    monkeypatch.setattr(watch, "walk", counted)
+    for _ in range(3):
+        report.verify(model)
+    assert walks == 1
+    undo(model)
+    with pytest.raises(frozen_opt.FrozenParameterChangedError):
+        report.verify(model)
+    assert walks == 2
+
+
+def test_another_root_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, report = frozen()
+    report.verify(model)
+    report.verify(torch.compile(model))
+    other = copy.deepcopy(model)
+    with pytest.raises(frozen_opt.FrozenParameterChangedError, match="another tensor"):
+        report.verify(other)
+
+
+def test_a_failed_look_keeps_no_model_alive() -> None:
+    model, _, report = frozen()
+    report.verify(model)
+    flip_a_flag(model)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        with contextlib.suppress(frozen_opt.FrozenParameterChangedError):
+            report.verify(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,7 @@
 """DistributedDataParallel on real ranks: when it wraps decides what can be frozen."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -87,6 +89,26 @@ def inside_alone() -> None:
 
 def test_case_32_the_inside_of_a_ddp_is_refused_like_the_ddp() -> None:
     run_ranks(inside_alone, 2, timeout=60)
+
+
+MADE_BEFORE = """
+import frozen_opt  # imports nothing yet
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+wrapped = DistributedDataParallel(model)
+try:
+    frozen_opt.freeze_parameters(model, ["0.weight"], role="policy")
+except frozen_opt.UnsupportedBackendError as error:
+    print(error)
+"""
+
+
+def test_case_32_a_ddp_that_was_made_before_anything_of_frozen_opt_was_used_is_known() -> None:
+    run = subprocess.run([sys.executable, "-c", MADE_BEFORE], capture_output=True, text=True, timeout=120)
+    assert "DistributedDataParallel already wraps 0.weight" in run.stdout, run.stderr
 
 
 def inside_of_a_tolerant_one() -> qwen.Run:
