@@ -6,6 +6,7 @@ bitsandbytes' 4-bit weights are packed bytes that have the rest as an attribute.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 def element_counts(walk: Walk, parameters: Sequence[torch.Tensor]) -> list[int]:
     """How many weights each parameter of a model stands for, packed or not."""
-    # bitsandbytes keeps what it knows of a weight with the layer as well, where sharding leaves it.
+    if "bitsandbytes" not in sys.modules:
+        return [parameter.numel() for parameter in parameters]
+    # It keeps what it knows of a weight with the layer as well, where sharding leaves it.
     states = {
         id(found.parameter): state
         for found in walk.found

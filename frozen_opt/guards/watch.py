@@ -36,7 +36,7 @@ class Watch:
         """Is each module where it was, and each parameter what it was, without a gradient?"""
         if [reference() for reference in self.chunks] != chunks:
             return False
-        if not self.ways.hold():
+        if not self.ways.lead_there():
             return False
         for place, (identity, shape) in self.places:
             parameter = place()

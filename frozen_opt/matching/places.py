@@ -24,8 +24,8 @@ class Place(NamedTuple):
         return tuple.__new__(cls, (weakref.ref(module), attribute))  # at half of the usual cost
 
     def __call__(self) -> nn.Parameter | None:
-        module = self.owner()
-        return None if module is None else module._parameters.get(self.attribute)
+        module = self[0]()
+        return None if module is None else module._parameters.get(self[1])
 
     @property
     def module(self) -> nn.Module | None:

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from torch import nn
+
 from frozen_opt.errors import FreezeConfigError, listing
 from frozen_opt.exclusion.proof import Optimizers, prove_excluded, refuse_frozen_before
 from frozen_opt.guards.trace import leave_trace
 from frozen_opt.matching.names import unwrapped
 from frozen_opt.matching.places import Place
+from frozen_opt.matching.ways import lead_there
 from frozen_opt.parameters import parameters_once
 from frozen_opt.planning.local import Local
 from frozen_opt.ranks.agreement import Agreement
@@ -68,7 +71,8 @@ class FreezePlan(Freeze):
         """`apply` for a plan that has just been made."""
         if self._local is None:
             return self.leave_alone([])
-        _change(self._local)
+        for parameter in _change(self._local):
+            parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         return self.record(Outcome([], {}, self.backend))
 
     @contextmanager
@@ -80,12 +84,16 @@ class FreezePlan(Freeze):
         try:
             with self._agreement.telling():
                 flags |= _flags(self._local)
-                _change(self._local)
+                for _ in _change(self._local):
+                    pass  # gradients stay until nothing can fail any more
                 yield
         except BaseException:
             for place, flag in flags.items():
                 _set_flag(place, flag)
             raise
+        for place in self._local.freezing:
+            if (parameter := place()) is not None:
+                parameter.grad = None
 
     def prove(self, optimizers: Optimizers) -> Outcome:
         """Prove that no optimizer holds a frozen parameter, on any rank; see `exclusion`.
@@ -126,9 +134,6 @@ class FreezePlan(Freeze):
     def record(self, outcome: Outcome) -> FreezeReport:
         """Remember and log what is frozen now."""
         assert self._local is not None
-        for place in self._local.freezing:
-            if (parameter := place()) is not None:
-                parameter.grad = None  # an earlier backward's would still count in clip_grad_norm_
         report = _report(self, outcome)
         news = record(
             report,
@@ -179,7 +184,7 @@ def _report(plan: FreezePlan, outcome: Outcome) -> FreezeReport:
 
 
 def _refuse_stale(local: Local) -> None:
-    if local.ways.hold() and not local.thawing:
+    if lead_there(local.steps) and not local.thawing:
         return
     places = {**local.freezing, **local.thawing}
     modules = {id(module) for chunk in local.chunks for module in chunk.modules()}
@@ -196,12 +201,14 @@ def _flags(local: Local) -> dict[Place, bool]:
     return {place: it.requires_grad for place, it in standing.items() if it is not None}
 
 
-def _change(local: Local) -> None:
+def _change(local: Local) -> Iterator[nn.Parameter]:
+    """Thaw and freeze, and give each parameter as it has been frozen."""
     for place in local.thawing:
         _set_flag(place, True)
     for place in local.freezing:
         if (parameter := place()) is not None:
             parameter.requires_grad_(False)
+            yield parameter
 
 
 def _set_flag(place: Place, flag: bool) -> None:

@@ -14,10 +14,9 @@ from frozen_opt.backends.registry import choose_backend
 from frozen_opt.errors import UnsupportedBackendError, listing
 from frozen_opt.exclusion.proof import refuse_parameters_of_other_optimizers
 from frozen_opt.matching.adapters import adapter_warnings
-from frozen_opt.matching.names import Found, Walk, module_list
+from frozen_opt.matching.names import Found, Step, Walk, module_list
 from frozen_opt.matching.places import Place
 from frozen_opt.matching.selection import Selection, Selector
-from frozen_opt.matching.ways import Ways
 from frozen_opt.ranks import collectives
 from frozen_opt.reports.memory import Kept, first_flags, frozen_elsewhere
 
@@ -46,8 +45,8 @@ class Local:
     """What the role had frozen of this model until now, and the list no longer selects."""
     thawing: Mapping[Place, Kept]
     """What of that gets back the flag that it had."""
-    ways: Ways
-    """The ways to what to freeze."""
+    steps: Sequence[Step | None]
+    """The last steps to what to freeze."""
     rows: Sequence[Row]
     thawed: Sequence[str]
     warnings: Sequence[str]
@@ -97,7 +96,7 @@ def look(model: object, selector: Selector, before: Mapping[Place, Kept], group:
         freezing=_to_freeze(chosen),
         released=released,
         thawing=thawing,
-        ways=Ways(each for found in chosen for each in ((found, *found.ties) if found.ties else (found,))),
+        steps=[each.step for found in chosen for each in ((found, *found.ties) if found.ties else (found,))],
         rows=_rows(selection, backend),
         thawed=[found.name for found in thawed],
         warnings=[*backend.warnings(walk, chosen), *adapter_warnings(walk, chosen)],
@@ -130,7 +129,9 @@ def _refuse_lazy(selector: Selector, walk: Walk, chosen: Sequence[Found]) -> Non
 def _to_freeze(chosen: Sequence[Found]) -> dict[Place, Kept]:
     flags = first_flags()
     return {
-        each.place: Kept(each.name, flags.get(id(each.parameter), each.parameter.requires_grad))
+        Place.of(each.owner, each.attribute): Kept(
+            each.name, flags.get(id(each.parameter), each.parameter.requires_grad)
+        )
         for found in chosen
         for each in ((found, *found.ties) if found.ties else (found,))
     }
