@@ -8,6 +8,11 @@ import torch
 FUSED_EXPERTS = int(version("transformers").split(".")[0]) >= 5
 """Whether a Qwen3-MoE has one tensor for all experts of a layer, or one for each."""
 
+MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))
+
+GROUPED_MLP = MEGATRON < (0, 17)
+"""Whether Megatron has a module with one tensor for all experts, which needs the package grouped_gemm."""
+
 TORCH_2_6 = torch.__version__.startswith("2.6.")
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
@@ -16,5 +21,6 @@ needs_hsdp_on_cpu = pytest.mark.skipif(TORCH_2_6, reason="HSDP of torch 2.6 aver
 needs_fused_experts = pytest.mark.skipif(
     not FUSED_EXPERTS, reason="transformers has one tensor for all experts since 5"
 )
+needs_grouped_mlp = pytest.mark.skipif(not GROUPED_MLP, reason="megatron-core 0.17 has no GroupedMLP")
 MUON = pytest.param("Muon", marks=needs_muon)
 """For `parametrize`."""

@@ -38,29 +38,24 @@ class MegatronBackend(Backend):
         return _MODULE in walk.classes or not walk.classes.isdisjoint(_MEGATRON_FSDP)
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
-        for wrapper in walk.wrappers:
-            if _is_a(wrapper, _DDP):
-                held, why = set(map(id, _in_gradient_buffers(wrapper))), _TOO_LATE
-            elif _is_a(wrapper, *_MEGATRON_FSDP):
-                held, why = set(map(id, wrapper.parameters())), _CANT_HOLD
-            else:
-                continue
+        gathered = self.resting(walk)
+        if any(id(parameter) in gathered for parameter in walk.parameters):
+            return _GATHERED
+        for wrapper in _wrappers(walk):
+            held = set(map(id, _in_gradient_buffers(wrapper)))
             if names := [found.name for found in matched if id(found.parameter) in held]:
-                return why.format(names=listing(names))
+                advice = _TOO_LATE_FOR_FSDP if _is_a(wrapper, *_MEGATRON_FSDP) else ""
+                return _TOO_LATE.format(names=listing(names)) + advice
         # DDP marks what it has a buffer for. It is not at hand where the chunks come unwrapped.
         if names := [found.name for found in matched if hasattr(found.parameter, "main_grad")]:
             return _TOO_LATE.format(names=listing(names))
         return None
 
     def thaw_refusal(self, walk: Walk, thawed: Sequence[Found]) -> str | None:
-        held: set[int] = set()
-        wrapped = False
-        for wrapper in walk.wrappers:
-            if _is_a(wrapper, _DDP, *_MEGATRON_FSDP):
-                wrapped = True
-                held |= set(map(id, _in_gradient_buffers(wrapper))) if _is_a(wrapper, _DDP) else set()
-        if not wrapped and not any(hasattr(parameter, "main_grad") for parameter in walk.parameters):
+        wrappers = _wrappers(walk)
+        if not wrappers and not any(hasattr(parameter, "main_grad") for parameter in walk.parameters):
             return None
+        held = {id(parameter) for wrapper in wrappers for parameter in _in_gradient_buffers(wrapper)}
         if names := [found.name for found in thawed if id(found.parameter) not in held]:
             return _NO_PLACE.format(names=listing(names))
         return None
@@ -80,6 +75,15 @@ class MegatronBackend(Backend):
         counts = zip(parameters, super().element_counts(walk, parameters), strict=True)
         return [count * shards[id(parameter)] for parameter, count in counts]
 
+    def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
+        # From a forward or a step to the end of the next backward, Megatron-FSDP shows what it gathers.
+        return {
+            id(sharded.orig_param): sharded
+            for wrapper in _wrappers(walk)
+            if _is_a(wrapper, *_MEGATRON_FSDP)
+            for _, sharded in wrapper.param_and_grad_buffer.optimizer_named_parameters
+        }
+
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         if not _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer"):
             return None
@@ -96,15 +100,16 @@ _TOO_LATE = (
     "provider.register_pre_wrap_hook(frozen_opt.freezing_hook(role, patterns)) on Megatron-Bridge, else "
     "frozen_opt.freeze_parameters(chunks, patterns, role=role) before DistributedDataParallel"
 )
+_GATHERED = (
+    "Megatron-FSDP shows gathered parameters since a forward or an optimizer step, and the optimizer has "
+    "others: call synchronize_param_gather() on each chunk first"
+)
 _NO_PLACE = (
     "Megatron wrapped the model while {names} was frozen, which the list no longer freezes: it has no place "
     "in the gradient buffers, and would not train. Call with the new list on the bare chunks, and wrap them "
     "anew"
 )
-_CANT_HOLD = (
-    "Megatron-FSDP holds {names}, and it can't hold frozen parameters: it puts a gradient hook on each. "
-    "Use Megatron's DistributedDataParallel with the distributed optimizer"
-)
+_TOO_LATE_FOR_FSDP = ". Megatron-FSDP takes what was frozen before from megatron-core 0.17 on"
 
 
 # --- names
@@ -167,8 +172,21 @@ for _name in (_GPT, "megatron.core.models.mamba.mamba_model.MambaModel"):
 # --- what is where
 
 
+def _wrappers(walk: Walk) -> list[Any]:
+    """What Megatron holds gradient memory in; its FSDP is known by its parameters as well."""
+    wrappers = [*walk.wrappers, *(vars(p).get("_megatron_fsdp_model") for p in walk.parameters)]
+    unique = {id(wrapper): wrapper for wrapper in wrappers if _is_a(wrapper, _DDP, *_MEGATRON_FSDP)}
+    return list(unique.values())
+
+
 def _in_gradient_buffers(wrapper: Any) -> Iterator[torch.Tensor]:
-    """The parameters for which Megatron's DDP holds gradient memory, be they frozen by now or not."""
+    """The parameters for which a wrapper holds gradient memory, be they frozen by now or not."""
+    if _is_a(wrapper, *_MEGATRON_FSDP):
+        buffer = wrapper.param_and_grad_buffer
+        for _, sharded in buffer.optimizer_named_parameters:
+            if buffer.parameter_groups[buffer.param_to_param_group[sharded.orig_param]].requires_grad:
+                yield from (sharded, sharded.orig_param)  # the model has them by turns
+        return
     # From the instance's own attributes: every module has a method `buffers`.
     for buffer in (*vars(wrapper)["buffers"], *vars(wrapper)["expert_parallel_buffers"]):
         yield from buffer.param_index_map
@@ -206,9 +224,11 @@ def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from parameters
     elif getattr(optimizer, "is_stub_optimizer", False):
         return
-    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer") and not (
-        optimizer.ddp_config.use_megatron_fsdp  # has no buffers
-    ):
+    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer"):
+        if optimizer.ddp_config.use_megatron_fsdp:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            return
         for buffer in optimizer.buffers:  # its own groups list those of which this rank has a shard
             yield from buffer.param_index_map
     elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.Float16OptimizerWithFloat16Params"):

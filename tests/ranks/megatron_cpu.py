@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from frozen_opt.matching.names import walk
+from tests.versions import GROUPED_MLP
 
 VOCABULARY, LENGTH, HIDDEN = 64, 8, 16
 
@@ -38,7 +39,7 @@ class _OnCpu(TorchFunctionMode):
 def cpu() -> None:
     """Put this process on the CPU, for good."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
+    from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
@@ -51,15 +52,33 @@ def cpu() -> None:
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER.fork = lambda name=None: contextlib.nullcontext()
     moe_utils.te_general_gemm = None  # 0.16.1 reads it without Transformer Engine, where it is undefined
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
-    grouped_gemm_util.ops = _GroupedGemm
+    if GROUPED_MLP:
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+        grouped_gemm_util.ops = _GroupedGemm
     torch.compiler.set_stance("force_eager")  # Megatron compiles its activations: a minute on a CPU
     _OnCpu().__enter__()
 
 
+def meshes_on_cpu() -> None:
+    """What shards over a device mesh of its own asks for one of GPUs."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+    DeviceMesh.from_group = staticmethod(lambda group, device_type, **more: from_group(group, "cpu", **more))
+
+
 class _Stream:
-    def wait_stream(self, _: Any) -> None:
+    """A stream, and an event on it: on the CPU there is nothing to wait for."""
+
+    def wait(self, *_: Any) -> None:
         pass
+
+    wait_stream = wait_event = wait
+
+    def record_event(self) -> Any:
+        return self
 
 
 class _GroupedGemm:

@@ -20,7 +20,8 @@ from frozen_opt.backends import megatron
 from frozen_opt.backends.optimizer_search import find_optimizers
 from frozen_opt.optimizers import build_megatron_optimizer
 from tests.ranks.launch import run_ranks
-from tests.ranks.megatron_cpu import LENGTH, Layout, batches, run_bare_step, run_step, wrap
+from tests.ranks.megatron_cpu import LENGTH, Layout, batches, meshes_on_cpu, run_bare_step, run_step, wrap
+from tests.versions import needs_grouped_mlp
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -167,7 +168,9 @@ TIED = ["embedding.word_embeddings.weight", "decoder.layers.3.*"]
         Case(Layout(ep=2, bf16=True), [SHARDED, SHARDED]),
         Case(Layout(ep=2, pp=2), [PLAIN, PLAIN]),
         Case(Layout(ep=2, grouped="te"), [SHARDED, SHARDED]),
-        Case(Layout(ep=2, grouped="legacy", bf16=True), [MIXED, MIXED]),
+        pytest.param(
+            Case(Layout(ep=2, grouped="legacy", bf16=True), [MIXED, MIXED]), marks=needs_grouped_mlp
+        ),
         Case(Layout(tp=2, experts=None), [SHARDED]),
         Case(Layout(tp=2, pp=2, experts=None, bf16=True), [MIXED]),
         Case(Layout(pp=2, tied=True), [PLAIN]),
@@ -257,13 +260,6 @@ def test_case_11_chunks_that_come_without_their_wrapper_are_refused_as_well(ddp:
     assert "has a place in its gradient buffers" in text
 
 
-def meshes_on_cpu() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from_group = DeviceMesh.from_group
-    DeviceMesh.from_group = staticmethod(lambda group, device_type, **more: from_group(group, "cpu", **more))
-
-
 def train_on_torch_fsdp(late: bool) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 
@@ -303,33 +299,6 @@ def train_on_torch_fsdp(late: bool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_torch_fsdp_under_megatron_takes_a_freeze_before_and_after(late: bool) -> None:
     run_ranks(train_on_torch_fsdp, 2, late)
-
-
-def refuse_megatron_fsdp(frozen: bool) -> str:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    meshes_on_cpu()
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads"
-    )
-    (chunk,) = Layout(dp=2, experts=None).chunks()
-    if frozen:
-        frozen_opt.freeze_parameters(chunk, ["output_layer.weight"], role="policy")
-    chunk = FullyShardedDataParallel(chunk.config, settings, chunk, device=torch.device("cpu"))
-    with pytest.raises(frozen_opt.UnsupportedBackendError) as refusal:
-        frozen_opt.freeze_parameters([chunk], ["output_layer.weight"], role="policy")
-    return str(refusal.value)
-
-
-def test_megatron_fsdp_is_refused() -> None:
-    texts = run_ranks(refuse_megatron_fsdp, 2, False)
-    assert all("Megatron-FSDP holds output_layer.weight" in text for text in texts)
-    # No version of it that we know can do better. Once this fails, freezing before it should be let through.
-    with pytest.raises(
-        AssertionError, match="cannot register a hook on a tensor that doesn't require gradient"
-    ):
-        run_ranks(refuse_megatron_fsdp, 2, True)
 
 
 def freeze_on_a_stage(layout: Layout, pattern: str) -> tuple[set[str], FreezeReport]:
