@@ -4,7 +4,6 @@ What a backend does with the model is compared with `reference()`: the same free
 process, with nothing around the model.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -162,25 +161,12 @@ def train(
     return run
 
 
-class Masters:
-    """In an engine's place: trains a bfloat16 model by float32 copies of its parameters, with torch alone."""
-
-    def __init__(self, model: nn.Module, build: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-        self.model, self.copies = model, copy.deepcopy(model).float()
-        self.optimizer = build(self.copies)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        pairs = list(zip(self.model.parameters(), self.copies.parameters(), strict=True))
-        for parameter, master in pairs:
-            if parameter.requires_grad:
-                master.grad, parameter.grad = parameter.grad.float(), None
-        self.optimizer.step()
-        with torch.no_grad():
-            for parameter, master in pairs:
-                parameter.copy_(master)
+def freeze_by_hand(model: nn.Module, patterns: list[str] = PATTERNS) -> None:
+    """What the patterns say, with nothing of frozen_opt."""
+    for name, parameter in model.named_parameters():
+        for pattern in patterns:
+            if fnmatchcase(name, pattern.removeprefix("!")):
+                parameter.requires_grad_(pattern.startswith("!"))
 
 
 def reference(
@@ -188,17 +174,12 @@ def reference(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(
         model, {"optimizer_config": OPTIMIZER}
     ),
-    dtype: torch.dtype = torch.float32,
 ) -> Run:
     """The run in one process, frozen by hand, so that nothing of the freeze is frozen_opt's."""
-    model = build().to(dtype)
-    for name, parameter in model.named_parameters():
-        for pattern in patterns:
-            if fnmatchcase(name, pattern.removeprefix("!")):
-                parameter.requires_grad_(pattern.startswith("!"))
+    model = build()
+    freeze_by_hand(model, patterns)
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     start = snapshot(model)
-    engine = None if dtype == torch.float32 else Masters(model, optimizer)
-    run = train(model, engine.optimizer if engine else optimizer(model), start=start, engine=engine)
+    run = train(model, optimizer(model), start=start)
     run.names, run.elements = tuple(frozen), sum(parameter.numel() for parameter in frozen.values())
     return run
