@@ -2,19 +2,23 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from loguru import logger
 
-# DeepSpeed builds its extensions where this says. In the user's cache, the lock of a run that was killed
-# would let every later one wait for ever.
-EXTENSIONS = Path(__file__).parent.parent / ".pytest_cache" / "extensions"
-os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
-if "PYTEST_XDIST_WORKER" not in os.environ:  # before there are workers
-    for lock in EXTENSIONS.rglob("lock"):
-        lock.unlink()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let DeepSpeed build its extensions in pytest's cache, which tox keeps apart for each environment.
+
+    In the user's cache, the lock of a run that was killed would let every later one wait for ever.
+    """
+    assert config.cache is not None
+    folder = config.cache.mkdir("extensions")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    if not hasattr(config, "workerinput"):  # before there are workers
+        for lock in folder.rglob("lock"):
+            lock.unlink()
 
 
 @pytest.fixture
