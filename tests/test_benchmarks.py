@@ -1,17 +1,19 @@
 """The benchmarks run, in sizes below even their small form; their claims hold, but for those on time."""
 
 import json
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import frozen_opt
-from benchmarks import common, copies, matching, optimizer_state, ranks, training_step
+from benchmarks import common, copies, matching, optimizer_state, picture, ranks, training_step
 from tests.versions import MUON
 
 
@@ -93,6 +95,23 @@ def test_a_step_keeps_what_is_frozen_and_saves_its_gradients_and_state(
     result = training_step.run(full=False)
     assert all(exact(result).values()), result.claims
     result.finish(full=False)
+
+
+def test_the_picture_shows_the_names_that_a_run_froze(tmp_path: Path) -> None:
+    overrides = ["trainer.steps=2", "trainer.train_batch_size=16", "trainer.critic=null"]
+    overrides += ['trainer.policy.freeze_parameters=["model.layers.1.self_attn.[qk]_norm.weight"]']
+    assert picture.draw(overrides, tmp_path / "demo.svg")
+    root = ElementTree.parse(tmp_path / "demo.svg").getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    lines = [
+        unicodedata.normalize("NFKC", "".join(text.itertext())) for text in root.iter(f"{root.tag[:-3]}text")
+    ]
+    shown = " ".join(lines)
+    names = frozen_opt.report("policy").names
+    assert len(names) == 2
+    assert all(name in shown for name in names)
+    for said in ("step=1 ", "step=2 ", "2 of 25", "bit-identical after training"):
+        assert said in shown
 
 
 def test_a_claim_that_fails_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
