@@ -125,21 +125,23 @@ WAYS: dict[str, Way] = {
 }
 
 
-def timed(way: Way, model: nn.Module, globs: Sequence[str]) -> float:
-    """Seconds of this thread, so that a busy machine does not count; nothing here waits."""
+def thaw(model: nn.Module) -> None:
+    """As if nothing had been frozen yet."""
     frozen_opt.reset()
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    start = time.thread_time()
-    way(model, globs)
-    return time.thread_time() - start
+
+
+def timed(way: Way, model: nn.Module, globs: Sequence[str]) -> float:
+    """Seconds that one way takes."""
+    thaw(model)
+    seconds, _ = timing(lambda: way(model, globs))
+    return seconds
 
 
 def breakdown(model: nn.Module, globs: Sequence[str]) -> dict[str, float]:
     """What each part costs, in walks: the walk alone, matching in it, the rest of the plan, and so on."""
-    frozen_opt.reset()
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    thaw(model)
     whole, _ = timing(lambda: bare_walk(model, ()))
     walk_alone, _ = timing(lambda: walk([model], Matcher([]).start))
     walk_and_match, _ = timing(lambda: walk([model], Matcher(globs).start))
@@ -160,7 +162,7 @@ def breakdown(model: nn.Module, globs: Sequence[str]) -> dict[str, float]:
 
 
 def timing(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of this thread, and what it gave."""
+    """Seconds of this thread, so that a busy machine does not count (nothing here waits); and the result."""
     start = time.thread_time()
     result = work()
     return time.thread_time() - start, result

@@ -4,7 +4,6 @@ import json
 import unicodedata
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -46,7 +45,8 @@ def test_all_ways_of_matching_freeze_the_same(tmp_path: Path) -> None:
     result.finish(full=False)
     written = json.loads(Path(tmp_path, "small", "matching.json").read_text())
     assert written["claims"] == result.claims
-    assert written["machine"]["versions"]["torch"] == version("torch")
+    torch_version = written["machine"]["versions"]["torch"]
+    assert torch.__version__ in (torch_version, f"{torch_version}+{torch.__version__.partition('+')[2]}")
     assert Path(tmp_path, "small", "matching.png").stat().st_size > 10_000
 
 

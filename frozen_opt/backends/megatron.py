@@ -26,6 +26,7 @@ _MEGATRON_FSDP = (
 )
 _GROUPED_EXPERTS = "megatron.core.transformer.moe.experts.GroupedMLP"
 _OPTIMIZERS = "megatron.core.optimizer."
+_SHARDED = f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer"
 
 
 class MegatronBackend(Backend):
@@ -38,10 +39,11 @@ class MegatronBackend(Backend):
         return _MODULE in walk.classes or not walk.classes.isdisjoint(_MEGATRON_FSDP)
 
     def refusal(self, walk: Walk, matched: Sequence[Found]) -> str | None:
-        gathered = self.resting(walk)
+        wrappers = _wrappers(walk)
+        gathered = _gathered(wrappers)
         if any(id(parameter) in gathered for parameter in walk.parameters):
             return _GATHERED
-        for wrapper in _wrappers(walk):
+        for wrapper in wrappers:
             held = set(map(id, _in_gradient_buffers(wrapper)))
             if names := [found.name for found in matched if id(found.parameter) in held]:
                 advice = _TOO_LATE_FOR_FSDP if _is_a(wrapper, *_MEGATRON_FSDP) else ""
@@ -76,13 +78,7 @@ class MegatronBackend(Backend):
         return [count * shards[id(parameter)] for parameter, count in counts]
 
     def resting(self, walk: Walk) -> Mapping[int, nn.Parameter]:
-        # From a forward or a step to the end of the next backward, Megatron-FSDP shows what it gathers.
-        return {
-            id(sharded.orig_param): sharded
-            for wrapper in _wrappers(walk)
-            if _is_a(wrapper, *_MEGATRON_FSDP)
-            for _, sharded in wrapper.param_and_grad_buffer.optimizer_named_parameters
-        }
+        return _gathered(_wrappers(walk))
 
     def optimizer_parameters(self, optimizer: Any) -> Sequence[torch.Tensor] | None:
         if not _is_a(optimizer, f"{_OPTIMIZERS}optimizer.MegatronOptimizer"):
@@ -174,9 +170,19 @@ for _name in (_GPT, "megatron.core.models.mamba.mamba_model.MambaModel"):
 
 def _wrappers(walk: Walk) -> list[Any]:
     """What Megatron holds gradient memory in; its FSDP is known by its parameters as well."""
-    wrappers = [*walk.wrappers, *(vars(p).get("_megatron_fsdp_model") for p in walk.parameters)]
+    wrappers = [*walk.wrappers, *(getattr(p, "_megatron_fsdp_model", None) for p in walk.parameters)]
     unique = {id(wrapper): wrapper for wrapper in wrappers if _is_a(wrapper, _DDP, *_MEGATRON_FSDP)}
     return list(unique.values())
+
+
+def _gathered(wrappers: Sequence[Any]) -> dict[int, nn.Parameter]:
+    """By id, what Megatron-FSDP shows from a forward or a step to the end of a backward -> its shard."""
+    return {
+        id(sharded.orig_param): sharded
+        for wrapper in wrappers
+        if _is_a(wrapper, *_MEGATRON_FSDP)
+        for _, sharded in wrapper.param_and_grad_buffer.optimizer_named_parameters
+    }
 
 
 def _in_gradient_buffers(wrapper: Any) -> Iterator[torch.Tensor]:
@@ -224,19 +230,17 @@ def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from parameters
     elif getattr(optimizer, "is_stub_optimizer", False):
         return
-    elif _is_a(optimizer, f"{_OPTIMIZERS}distrib_optimizer.DistributedOptimizer"):
-        if optimizer.ddp_config.use_megatron_fsdp:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-            return
+    elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.FP32Optimizer") or (
+        _is_a(optimizer, _SHARDED) and optimizer.ddp_config.use_megatron_fsdp  # steps the model's own shards
+    ):
+        for group in optimizer.param_groups:
+            yield from group["params"]
+    elif _is_a(optimizer, _SHARDED):
         for buffer in optimizer.buffers:  # its own groups list those of which this rank has a shard
             yield from buffer.param_index_map
     elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.Float16OptimizerWithFloat16Params"):
         for group in (*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups):
             yield from group
-    elif _is_a(optimizer, f"{_OPTIMIZERS}optimizer.FP32Optimizer"):
-        for group in optimizer.param_groups:
-            yield from group["params"]
     else:
         raise UnsupportedBackendError(
             f"frozen_opt does not know the Megatron optimizer {type(optimizer).__module__}."
