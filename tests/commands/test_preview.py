@@ -642,9 +642,9 @@ def test_code_that_comes_with_a_model_runs_only_when_asked(
     (folder / "own.py").write_text(
         f"""
 import pathlib, torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 pathlib.Path({str(tmp_path / "ran")!r}).touch()
-class OwnConfig(PreTrainedConfig):
+class OwnConfig(PretrainedConfig):
     model_type = "own_model"
 class OwnModel(PreTrainedModel):
     config_class = OwnConfig

@@ -15,7 +15,7 @@ from frozen_opt.demo import config as demo_config
 from frozen_opt.demo import learners as demo_learners
 from frozen_opt.demo import ppo as demo_ppo
 from frozen_opt.demo import run as demo_run
-from tests.versions import needs_muon
+from tests.versions import needs_fused_experts, needs_muon
 
 SMALL = ["trainer.steps=3", "trainer.train_batch_size=16"]
 POLICY = "trainer.policy.freeze_parameters="
@@ -158,6 +158,7 @@ def test_a_frozen_tensor_that_moves_is_reported(
     assert "no: " in capsys.readouterr().out
 
 
+@needs_fused_experts  # one that no token reaches has no state
 def test_state_bytes_are_those_of_the_optimizers(
     tmp_path: Path, learners: dict[str, demo_learners.Learner], capsys: pytest.CaptureFixture[str]
 ) -> None:

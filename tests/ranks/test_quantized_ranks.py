@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import frozen_opt
 from frozen_opt import trainable_parameters, with_freezing
 from tests.ranks.launch import run_ranks
+from tests.versions import needs_quantized_shards
 
 
 def train_sharded(kind: str, settings: dict[str, Any]) -> dict[str, int]:
@@ -42,8 +43,8 @@ def train_sharded(kind: str, settings: dict[str, Any]) -> dict[str, int]:
     ("kind", "settings"),
     [
         ("Linear4bit", {"quant_storage": torch.bfloat16}),
-        ("Linear4bit", {"quant_type": "nf4"}),
-        ("Linear8bitLt", {"has_fp16_weights": False}),
+        pytest.param("Linear4bit", {"quant_type": "nf4"}, marks=needs_quantized_shards),
+        pytest.param("Linear8bitLt", {"has_fp16_weights": False}, marks=needs_quantized_shards),
     ],
     ids=["nf4 in bf16", "nf4", "int8"],
 )
