@@ -8,13 +8,14 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from frozen_opt.matching.names import walk
-from tests.versions import GROUPED_MLP
+from tests.versions import GROUPED_MLP, MEGATRON
 
 VOCABULARY, LENGTH, HIDDEN = 64, 8, 16
 
@@ -180,9 +181,12 @@ def _layer(layout: Layout) -> Any:
 
     spec = get_gpt_layer_local_spec(num_experts=layout.experts, moe_grouped_gemm=bool(layout.grouped))
     if layout.grouped == "te":
-        spec.submodules.mlp.submodules.experts = ModuleSpec(
-            TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        )
+        grouped = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        layer = spec.submodules.mlp
+        if MEGATRON < (0, 17):
+            layer.submodules.experts = ModuleSpec(TEGroupedMLP, submodules=grouped)
+        else:
+            layer.keywords["submodules"].experts = partial(TEGroupedMLP, submodules=grouped)
     return spec
 
 

@@ -15,6 +15,9 @@ from loguru import logger
 import frozen_opt
 from tests.ranks.launch import run_ranks
 from tests.ranks.megatron_cpu import HIDDEN, LENGTH, VOCABULARY, cpu, run_step
+from tests.versions import MEGATRON
+
+BRIDGE = "megatron-bridge==" + ("0.3.1" if MEGATRON < (0, 17) else "0.6.2")
 
 pytestmark = pytest.mark.xdist_group("megatron")  # one worker installs it, once
 
@@ -24,7 +27,7 @@ def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where Megatron-Bridge is installed, without its dependencies: most of them are built for CUDA only."""
     folder = tmp_path_factory.mktemp("bridge")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, "--target", str(folder), "megatron-bridge==0.3.1"], check=True, timeout=120)
+    subprocess.run([*command, "--target", str(folder), BRIDGE], check=True, timeout=120)
     return folder
 
 
