@@ -35,6 +35,7 @@ class _StandIn(types.ModuleType):
     """A module for GPUs: whatever is asked of it is a class that takes anything, also as a decorator."""
 
     __path__: list[str] = []
+    __version__ = "2.9"  # Megatron asks Transformer Engine's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -69,11 +70,11 @@ def load(folder: Path) -> tuple[Any, Any]:
     cpu()
     sys.path.append(str(folder))
     sys.meta_path.append(_ForGPUs())
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
-    from megatron.bridge.models.qwen.qwen_provider import Qwen3MoEModelProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    provider = Qwen3MoEModelProvider(
+    provider = GPTModelProvider(
         transformer_layer_spec=get_gpt_layer_local_spec(num_experts=4, qk_layernorm=True),
         num_layers=2,
         hidden_size=HIDDEN,
@@ -90,6 +91,14 @@ def load(folder: Path) -> tuple[Any, Any]:
         vocab_size=VOCABULARY,
         seq_length=LENGTH,
         normalization="LayerNorm",  # torch's RMSNorm lacks what the local spec asks of it
+        qk_layernorm=True,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         bf16=False,
