@@ -111,7 +111,7 @@ def test_the_picture_shows_the_names_that_a_run_froze(tmp_path: Path) -> None:
     names = frozen_opt.report("policy").names
     assert len(names) == 2
     assert all(name in shown for name in names)
-    for said in ("step=1 ", "step=2 ", "2 of 25", "bit-identical after training"):
+    for said in ("step=1 ", "step=2 ", "2 of ", "bit-identical after training"):
         assert said in shown
 
 
