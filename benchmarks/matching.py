@@ -2,7 +2,7 @@
 
 The reference work is a tree with one tensor per expert projection, on the meta device, as large as
 Qwen3-235B-A22B or Kimi-K2; what a layer has beside experts is reduced to six tensors. Timed is all of
-`plan_freezing(...).apply()`, its log included, beside the usual ways, which only match and freeze; then its
+`freeze_parameters`, its log included, beside the usual ways, which only match and freeze; then its
 parts, one by one; `verify` at a step; and how long `frozen-opt --help` takes.
 """
 
@@ -92,7 +92,7 @@ def bare_walk(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def by_frozen_opt(model: nn.Module, globs: Sequence[str]) -> None:
-    frozen_opt.plan_freezing(model, globs, role="policy").apply()
+    frozen_opt.freeze_parameters(model, globs, role="policy")
 
 
 def by_fnmatch(model: nn.Module, globs: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from frozen_opt.errors import FreezingError, UnmatchedPatternError
 from frozen_opt.matching.patterns import check_patterns
 from frozen_opt.matching.selection import NameMap, Selector
 from frozen_opt.matching.unmatched import unmatched
+from frozen_opt.planning.collector import without_collector
 from frozen_opt.planning.freeze_plan import FreezePlan
 from frozen_opt.planning.local import Local, look
 from frozen_opt.planning.together import Together, put_together
@@ -99,7 +100,8 @@ def make_plan(
         if not patterns and before is None:
             agreement.pass_by()
             return FreezePlan(role, _group=group)
-        local = look(model, Selector(role, patterns, name_map), before or {}, group)
+        with without_collector():
+            local = look(model, Selector(role, patterns, name_map), before or {}, group)
     together = put_together(local.selector, agreement.share(local.telling(), patterns))
     nothing_matches = _unmatched(local, together, partial(agreement.share, patterns=patterns))
     if nothing_matches and not more_to_come:

@@ -6,11 +6,9 @@ The model is built on the meta device, or from the names and shapes in safetenso
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from frozen_opt.errors import FreezingError, printable
 from frozen_opt.matching.braces import fold
 from frozen_opt.parameters import named_parameters
 from frozen_opt.plan import plan_freezing
+from frozen_opt.planning.collector import without_collector
 from frozen_opt.planning.freeze_plan import FreezePlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +63,7 @@ class Request(NamedTuple):
 def run(request: Request) -> int:
     """Print what is asked for; the exit code of `frozen-opt preview`."""
     try:
-        with _without_collector():
+        with without_collector():
             count, text = _answer(request)
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -91,18 +90,6 @@ def _answer(request: Request) -> tuple[int, str]:
     previews = [_preview(model, complete, each, dtype, request.master_weights) for each in wanted]
     text = _as_json(previews, complete) if request.as_json else _as_text(model, previews, complete)
     return sum(each.plan.parameter_count for each in previews), text
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A checkpoint is a million small objects, among which Python would look for cycles time and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _missed(count: int, expect: int | None, fail_under: int | None) -> int:

@@ -19,7 +19,7 @@ def adapter_warnings(walk: Walk, matched: Sequence[Found]) -> list[str]:
         base = layer._modules.get(attribute) if attribute in _ADAPTED else None
         if base is not None:
             own |= set(map(id, layer.parameters())) - set(map(id, base.parameters()))
-    adapters = [found.name for found in matched if id(found.parameter) in own]
+    adapters = [found.name for found in matched if id(found.parameter) in own] if own else []
     if not adapters or len(adapters) == len(matched):
         return []
     return [

@@ -7,6 +7,7 @@ at the root and anywhere below it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -93,14 +94,8 @@ class _Everything:
     """A matcher's state in which every name gets a verdict: for walks that want all parameters."""
 
     def __init__(self) -> None:
-        self.after: dict[str, _Everything] = {}
-        self.verdicts: dict[str, bool] = {}
-
-    def follow(self, component: str) -> _Everything:
-        return self.after.setdefault(component, self)
-
-    def verdict(self, name: str) -> bool:
-        return self.verdicts.setdefault(name, True)
+        self.after = defaultdict[str, _Everything](lambda: self)
+        self.verdicts = defaultdict[str, bool](lambda: True)
 
 
 def walk(chunks: Sequence[nn.Module], state: Any = None) -> Walk:
@@ -153,10 +148,7 @@ class _Visitor:
                     self.visit(child, prefix, state, (step, module, key, child))
                 continue
             name = key if local is None else local.get(key, key)
-            try:
-                there = after[name]
-            except KeyError:
-                there = state.follow(name)
+            there = after[name]
             if child._modules or type(child) not in plain or renumbered:
                 if id(child) not in ancestors:
                     self.visit(child, f"{prefix}{name}.", there, (step, module, key, child))
@@ -166,7 +158,7 @@ class _Visitor:
             for attribute, parameter in child._parameters.items():
                 if parameter is not None:
                     parameters.append(parameter)
-                    verdict = verdicts[attribute] if attribute in verdicts else there.verdict(attribute)
+                    verdict = verdicts[attribute]
                     if verdict is not None:
                         last = (step, module, key, child)
                         whole = f"{prefix}{name}.{attribute}"
@@ -184,7 +176,7 @@ class _Visitor:
                 continue
             self.walk.parameters.append(parameter)
             name = attribute if local is None else local.get(attribute, attribute)
-            if (verdict := state.verdict(name)) is not None:
+            if (verdict := state.verdicts[name]) is not None:
                 self.walk.found.append(Found(prefix + name, attribute, parameter, module, verdict, step))
         if module._buffers:
             self.walk.buffered.append((prefix, module))

@@ -8,9 +8,10 @@ matching hardly depends on the number of patterns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from frozen_opt.errors import FreezeConfigError
 from frozen_opt.matching import braces
@@ -86,6 +87,20 @@ class Verdict:
     """Patterns (by index) that did something: selected the name, or took it away again."""
 
 
+T = TypeVar("T")
+
+
+class _Answers(dict[str, T]):
+    """Answers for names, each worked out when it is first looked up."""
+
+    def __init__(self, work_out: Callable[[str], T]) -> None:
+        self._work_out = work_out
+
+    def __missing__(self, name: str) -> T:
+        self[name] = answer = self._work_out(name)
+        return answer
+
+
 class State:
     """The automaton after some text. What follows is kept, so that a walk looks most of it up."""
 
@@ -95,22 +110,12 @@ class State:
         self.matcher = matcher
         self.bits = bits
         self.characters: dict[str, State] = {}
-        self.after: dict[str, State] = {}
-        """Name of a submodule -> the state after it, for those that were asked for; see `follow`."""
-        self.verdicts: dict[str, Verdict | None] = {}
-        """Name of a parameter -> what the patterns say of it, likewise; see `verdict`."""
-
-    def follow(self, component: str) -> State:
-        """The state after a submodule's name."""
-        if component not in self.after:
-            self.after[component] = self.read(component + ".")
-        return self.after[component]
-
-    def verdict(self, name: str) -> Verdict | None:
-        """What the patterns say of that parameter of the module; None where none of them matches."""
-        if name not in self.verdicts:
-            self.verdicts[name] = self.matcher.verdict(self.read(name).bits)
-        return self.verdicts[name]
+        self.after: Mapping[str, State] = _Answers(lambda component: self.read(component + "."))
+        """Name of a submodule -> the state after it."""
+        self.verdicts: Mapping[str, Verdict | None] = _Answers(
+            lambda name: matcher.verdict(self.read(name).bits)
+        )
+        """Name of a parameter of the module -> what the patterns say of it; None where none matches."""
 
     def read(self, text: str) -> State:
         """The state after more text, character by character."""

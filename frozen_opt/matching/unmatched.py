@@ -76,8 +76,8 @@ def _matching(pattern: str, names: Names) -> Iterator[str]:
     for parents, name in ((parts[:-1], parts[-1]) for parts in names):
         state = start
         for parent in parents:
-            state = state.follow(parent)
-        if state.verdict(name) is not None:
+            state = state.after[parent]
+        if state.verdicts[name] is not None:
             yield ".".join([*parents, name])
 
 

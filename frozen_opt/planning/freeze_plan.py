@@ -16,6 +16,7 @@ from frozen_opt.matching.names import unwrapped
 from frozen_opt.matching.places import Place
 from frozen_opt.matching.ways import lead_there
 from frozen_opt.parameters import parameters_once
+from frozen_opt.planning.collector import without_collector
 from frozen_opt.planning.local import Local
 from frozen_opt.ranks.agreement import Agreement
 from frozen_opt.ranks.collectives import Group
@@ -134,18 +135,19 @@ class FreezePlan(Freeze):
     def record(self, outcome: Outcome) -> FreezeReport:
         """Remember and log what is frozen now."""
         assert self._local is not None
-        report = _report(self, outcome)
-        news = record(
-            report,
-            frozen=self._local.freezing,
-            released=self._local.released,
-            models=[unwrapped(chunk) for chunk in self._local.chunks],
-            optimizers=[optimizer for optimizer, _ in outcome.optimizers],
-            unmatched=self._unmatched,
-        )
-        if news:
-            log(report, self.warnings, self._group)
-        return report
+        with without_collector():
+            report = _report(self, outcome)
+            news = record(
+                report,
+                frozen=self._local.freezing,
+                released=self._local.released,
+                models=[unwrapped(chunk) for chunk in self._local.chunks],
+                optimizers=[optimizer for optimizer, _ in outcome.optimizers],
+                unmatched=self._unmatched,
+            )
+            if news:
+                log(report, self.warnings, self._group)
+            return report
 
     def leave_alone(self, optimizers: Optimizers) -> FreezeReport:
         """Record that nothing is frozen, and check that the optimizer holds nothing frozen before."""

@@ -88,15 +88,17 @@ def look(model: object, selector: Selector, before: Mapping[Place, Kept], group:
     trainable = bool(thawed) or any(
         parameter.requires_grad and id(parameter) not in names for parameter in walk.parameters
     )
+    tied = any(found.ties for found in chosen)
+    standing = [each for found in chosen for each in (found, *found.ties)] if tied else chosen
     stuck = "" if trainable or backend.idle_ranks else f"{collectives.place(group)}{nothing_left(selector)}"
     return Local(
         selector=selector,
         chunks=walk.chunks,
         backend=backend,
-        freezing=_to_freeze(chosen),
+        freezing=_to_freeze(standing),
         released=released,
         thawing=thawing,
-        steps=[each.step for found in chosen for each in ((found, *found.ties) if found.ties else (found,))],
+        steps=[found.step for found in standing],
         rows=_rows(selection, backend),
         thawed=[found.name for found in thawed],
         warnings=[*backend.warnings(walk, chosen), *adapter_warnings(walk, chosen)],
@@ -126,14 +128,11 @@ def _refuse_lazy(selector: Selector, walk: Walk, chosen: Sequence[Found]) -> Non
         )
 
 
-def _to_freeze(chosen: Sequence[Found]) -> dict[Place, Kept]:
+def _to_freeze(standing: Sequence[Found]) -> dict[Place, Kept]:
     flags = first_flags()
     return {
-        Place.of(each.owner, each.attribute): Kept(
-            each.name, flags.get(id(each.parameter), each.parameter.requires_grad)
-        )
-        for found in chosen
-        for each in ((found, *found.ties) if found.ties else (found,))
+        Place.of(owner, attribute): Kept(name, flags.get(id(parameter), parameter.requires_grad))
+        for name, attribute, parameter, owner, *_ in standing
     }
 
 

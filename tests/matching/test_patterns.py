@@ -51,8 +51,8 @@ def test_walking_component_by_component_says_the_same_as_the_whole_name(
     path = deque(components)
     state = matcher.start
     while len(path) > 1:
-        state = state.follow(path.popleft())
-    assert state.verdict(path[0]) == matcher.verdict_on(".".join(components))
+        state = state.after[path.popleft()]
+    assert state.verdicts[path[0]] == matcher.verdict_on(".".join(components))
 
 
 # Braces
