@@ -91,14 +91,14 @@ def find_role(arguments: Arguments, role: str | Callable[[Arguments], str]) -> s
     Raises:
         FreezeConfigError: The call does not have it, or it is no string.
     """
-    found = role(arguments) if callable(role) else _follow(arguments, role) if "." in role else role
-    if not isinstance(found, str) or not found:
+    name = role(arguments) if callable(role) else _follow(arguments, role) if "." in role else role
+    if not isinstance(name, str) or not name:
         raise FreezeConfigError(
             f"with_freezing({role if isinstance(role, str) else '<callable>'!r}): the role of this call is "
-            f"{found!r}, and must be a name such as 'policy': give the name itself, the path to an attribute "
+            f"{name!r}, and must be a name such as 'policy': give the name itself, the path to an attribute "
             f"that holds it, or a callable of the arguments ({', '.join(arguments)})"
         )
-    return found
+    return name
 
 
 def find_patterns(arguments: Arguments, role: str, patterns: Patterns, config: str | None) -> list[str]:
@@ -113,9 +113,9 @@ def find_patterns(arguments: Arguments, role: str, patterns: Patterns, config: s
         return check_patterns(patterns, role)
     tried = _CONFIGS if config is None else (config,)
     for path in tried:
-        found = _follow(arguments, path)
-        if found is not None:
-            return read_patterns(found, role)
+        node = _follow(arguments, path)
+        if node is not None:
+            return read_patterns(node, role)
     raise FreezeConfigError(
         f"role {role!r}: no config in this call: looked for {', '.join(tried)} among the arguments "
         f"({', '.join(arguments)}). Name the argument with with_freezing(..., config=...), or give the "
@@ -133,12 +133,12 @@ def find_model(arguments: Arguments, model: str | Callable[[Arguments], Any] | N
     if callable(model):
         return model(arguments)
     if model is not None:
-        if (found := _follow(arguments, model)) is None:
+        if (value := _follow(arguments, model)) is None:
             raise FreezeConfigError(
                 f"with_freezing(..., model={model!r}): the call has no such argument, only "
                 f"{', '.join(arguments)}"
             )
-        return found
+        return value
     named = {name: arguments[name] for name in _MODELS if arguments.get(name) is not None}
     for value in named.values():
         if _is_model(value):
@@ -187,8 +187,8 @@ def find_built(
     kept = {name: lookup(owner, name) for name in _OPTIMIZERS if has(owner, name)}
     constructed = [owner] if getattr(factory, "__name__", "") == "__init__" else []
     for place in (result, *kept.values(), *constructed):
-        if found := find_optimizers(place):
-            return found
+        if optimizers := find_optimizers(place):
+            return optimizers
     if result is None and kept and all(value is None for value in kept.values()):
         return []
     return require_optimizers(result)

@@ -52,10 +52,10 @@ def read_patterns(config: object, role: str) -> list[str]:
         role: lookup(config, role),
         "the config itself": config if has(config, _KEY) or has(config, "optimizer_config") else None,
     }
-    found = [place for place, node in nodes.items() if _is_node(node)]
-    if found:
-        node = nodes[found[0]]
-        _refuse_an_overlooked_list(role, found[0], {**nodes, "trainer": trainer, "the config": config})
+    places = [place for place, node in nodes.items() if _is_node(node)]
+    if places:
+        node = nodes[places[0]]
+        _refuse_an_overlooked_list(role, places[0], {**nodes, "trainer": trainer, "the config": config})
         return check_patterns(lookup(node, _KEY), role)
     raise FreezeConfigError(
         f"no settings for role {role!r} in this {type(config).__name__}: looked for trainer.{role}, for "

@@ -77,8 +77,8 @@ def assert_no_state(
     selected = _select(model, patterns, group)
     faults = _held(optimizer, model, selected)
     names = {id(tensor): name for name, tensor in selected.items()}
-    for found, _ in require_optimizers(optimizer):
-        for key, state in getattr(found, "state", {}).items():
+    for each, _ in require_optimizers(optimizer):
+        for key, state in getattr(each, "state", {}).items():
             if state and id(key) in names:
                 faults.append(f"the optimizer keeps {listing(list(state))} for {names[id(key)]}")
     _agree(faults, group)

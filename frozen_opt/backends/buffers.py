@@ -61,11 +61,11 @@ def moving_buffers(walk: Walk, matched: Sequence[Found]) -> list[str]:
                 kinds.setdefault(kind, []).append((prefix, name))
     return [
         kind.format(
-            modules=listing(sorted({prefix.rstrip(".") or "the model" for prefix, _ in found})),
-            buffers=listing(sorted({name for _, name in found})),
-            names=listing(sorted(prefix + name for prefix, name in found)),
+            modules=listing(sorted({prefix.rstrip(".") or "the model" for prefix, _ in buffers})),
+            buffers=listing(sorted({name for _, name in buffers})),
+            names=listing(sorted(prefix + name for prefix, name in buffers)),
         )
-        for kind, found in sorted(kinds.items())
+        for kind, buffers in sorted(kinds.items())
     ]
 
 
@@ -111,10 +111,10 @@ def _written_by_forward(kind: type[nn.Module]) -> set[str]:
     pending, seen = deque(["forward"]), {"forward"}
     while pending:
         for function in _sources(kind, pending.popleft()):
-            found = _Writes(function)
-            written |= found.written
-            pending.extend(found.called - seen)
-            seen |= found.called
+            writes = _Writes(function)
+            written |= writes.written
+            pending.extend(writes.called - seen)
+            seen |= writes.called
     return written
 
 

@@ -44,8 +44,8 @@ class MegatronBackend(Backend):
         if any(id(parameter) in gathered for parameter in walk.parameters):
             return _GATHERED
         for wrapper in wrappers:
-            held = set(map(id, _in_gradient_buffers(wrapper)))
-            if names := [found.name for found in matched if id(found.parameter) in held]:
+            buffered = set(map(id, _in_gradient_buffers(wrapper)))
+            if names := [found.name for found in matched if id(found.parameter) in buffered]:
                 advice = _TOO_LATE_FOR_FSDP if _is_a(wrapper, *_MEGATRON_FSDP) else ""
                 return _TOO_LATE.format(names=listing(names)) + advice
         # DDP marks what it has a buffer for. It is not at hand where the chunks come unwrapped.
@@ -57,8 +57,8 @@ class MegatronBackend(Backend):
         wrappers = _wrappers(walk)
         if not wrappers and not any(hasattr(parameter, "main_grad") for parameter in walk.parameters):
             return None
-        held = {id(parameter) for wrapper in wrappers for parameter in _in_gradient_buffers(wrapper)}
-        if names := [found.name for found in thawed if id(found.parameter) not in held]:
+        buffered = {id(parameter) for wrapper in wrappers for parameter in _in_gradient_buffers(wrapper)}
+        if names := [found.name for found in thawed if id(found.parameter) not in buffered]:
             return _NO_PLACE.format(names=listing(names))
         return None
 

@@ -68,16 +68,16 @@ def _contents(container: Any) -> Iterable[Any]:
 
 def _attributes(item: object) -> list[Any]:
     """What an object holds, without running any code of its own: neither properties nor `__getattr__`."""
-    held = dict(getattr(item, "__dict__", {})) if type(item).__dictoffset__ else {}
+    members = dict(getattr(item, "__dict__", {})) if type(item).__dictoffset__ else {}
     for cls in type(item).__mro__:
         for name, member in vars(cls).items():
             if isinstance(member, MemberDescriptorType):  # of __slots__
                 with suppress(AttributeError):
-                    held.setdefault(name, member.__get__(item))
+                    members.setdefault(name, member.__get__(item))
     if isinstance(item, nn.Module):
-        return [part for name, part in held.items() if "optim" in name]
+        return [part for name, part in members.items() if "optim" in name]
     # The groups of an optimizer are what its backend has looked at, its state is large.
-    return [part for name, part in held.items() if name not in ("param_groups", "state", "defaults")]
+    return [part for name, part in members.items() if name not in ("param_groups", "state", "defaults")]
 
 
 def require_optimizers(result: object) -> list[tuple[Any, Sequence[torch.Tensor]]]:

@@ -137,8 +137,8 @@ def _roles(config: Any, role: str | None) -> list[str]:
     if role is not None:
         return [role]
     for node in (lookup(config, "trainer"), config):
-        if isinstance(node, Mapping) and (found := [str(key) for key in node if _is_role(lookup(node, key))]):
-            return found
+        if isinstance(node, Mapping) and (roles := [str(key) for key in node if _is_role(lookup(node, key))]):
+            return roles
     if _is_role(config):
         return ["policy"]
     raise BadInput("the config has no role with freeze_parameters or optimizer_config: name one with --role")

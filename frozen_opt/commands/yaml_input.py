@@ -123,12 +123,12 @@ _Path = tuple[str, ...]
 
 def _references(text: str, path: _Path) -> list[_Path]:
     """Whatever in a text may be the path of another node, from the root or, after dots, from this one."""
-    found = []
+    places = []
     for word in re.findall(r"[\w.\[\]-]+", text):
         keys = word.lstrip(".")
         above = path[: -(len(word) - len(keys))] if word != keys else ()
-        found.append((*above, *re.findall(r"[^.\[\]]+", keys)))
-    return found
+        places.append((*above, *re.findall(r"[^.\[\]]+", keys)))
+    return places
 
 
 _UNQUOTED = re.compile(
@@ -156,10 +156,10 @@ def explain(error: Exception, text: str) -> str:
         for number in dict.fromkeys([mark.line, *range(start, min(mark.line, start + 100))]):
             line = lines[number] if number < len(lines) else ""
             quoted = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|(?<!\S)#.*'
-            if found := _UNQUOTED.search(re.sub(quoted, lambda found: " " * len(found[0]), line)):
-                sign = found[0][0]
+            if match := _UNQUOTED.search(re.sub(quoted, lambda match: " " * len(match[0]), line)):
+                sign = match[0][0]
                 return (
-                    f"line {number + 1}, column {found.start() + 1}: without quotes {sign} begins "
+                    f"line {number + 1}, column {match.start() + 1}: without quotes {sign} begins "
                     f"{_BEGINS.get(sign, 'no value')} in YAML. Quote each pattern, as in "
                     '["*.mlp.gate.weight", "!lm_head.*"]'
                 )

@@ -42,14 +42,14 @@ def summary(learner: Learner) -> Table:
     report = frozen_opt.report(learner.role)
     trainable = learner.start.keys() - set(report.names)
     astray = [*learner.astray, *moved(learner, frozen=True)]
-    held = f"no: {', '.join(astray)}" if astray else "yes" if report.names else "none is frozen"
+    verdict = f"no: {', '.join(astray)}" if astray else "yes" if report.names else "none is frozen"
     total = sum(parameter.numel() for parameter in learner.model.parameters())
     _, size = rank_and_size()
     title = learner.role if size == 1 else f"{learner.role}, on {size} ranks together"
     table = Table(title=title, title_justify="left", show_header=False, min_width=72)
     table.add_row("parameters frozen", f"{report.parameter_count} of {len(learner.start)}")
     table.add_row("elements frozen", f"{report.element_count:,} of {total:,}")
-    table.add_row("frozen ones bit-identical after training", held)
+    table.add_row("frozen ones bit-identical after training", verdict)
     table.add_row("trainable ones moved", f"{len(moved(learner, frozen=False))} of {len(trainable)}")
     table.add_row("optimizer state with the freeze", f"{state_bytes(learner.optimizer):,} bytes")
     table.add_row("optimizer state without it", f"{learner.state_bytes_unfrozen:,} bytes")

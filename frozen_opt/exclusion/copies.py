@@ -57,22 +57,22 @@ def find_copies(
         return Copies()
     hay = [elements for _, elements in readable]
     needles = {name: elements for name, tensor in frozen.items() for elements in _elements([tensor], read)}
-    found, poor = search(needles, hay)
-    if not found and not poor:
+    spots, poor = search(needles, hay)
+    if not spots and not poor:
         return Copies()
     trainable = list(trainable)
     missing = _elements([tensor for tensor in trainable if id(tensor) not in held], read)
     # A trainable parameter of equal values has a master of equal values.
-    rivals = _by_sample(missing) if found else {}
-    for name, places in list(found.items()):
+    rivals = _by_sample(missing) if spots else {}
+    for name, places in list(spots.items()):
         alike = rivals.get(_sample(needles[name]), ())
         if len(places) <= sum(torch.equal(needles[name], other) for other in alike):
-            del found[name]
+            del spots[name]
     mastered = bool(_places(missing, hay))
-    stepped = _elements([tensor for tensor in trainable if id(tensor) in held], read) if found else []
+    stepped = _elements([tensor for tensor in trainable if id(tensor) in held], read) if spots else []
     networks = max(map(len, _places(stepped, hay)), default=0)
     result = Copies()
-    for name, places in found.items():
+    for name, places in spots.items():
         shape = frozen[name].shape
         whole = all(start == 0 and readable[which][0].shape == shape for which, start in places)
         if whole and not mastered and len(places) <= max(networks, second.get(name, 0)):
@@ -80,7 +80,7 @@ def find_copies(
         else:
             result.held.append(name)
     if mastered:
-        result.unclear = surplus({name: needles[name] for name in poor if name not in found}, hay, missing)
+        result.unclear = surplus({name: needles[name] for name in poor if name not in spots}, hay, missing)
     return result
 
 
@@ -91,14 +91,14 @@ def _places(tensors: Sequence[torch.Tensor], hay: Sequence[torch.Tensor]) -> lis
 
 def _elements(tensors: Iterable[torch.Tensor], read: Read) -> list[torch.Tensor]:
     """This rank's elements of those that have floating-point ones which can be compared."""
-    found = []
+    parts = []
     for tensor in tensors:
         elements = read(tensor).detach()
         if elements.is_complex():
             elements = torch.view_as_real(elements)
         if elements.is_floating_point() and elements.numel():
-            found.append(elements.flatten())
-    return found
+            parts.append(elements.flatten())
+    return parts
 
 
 def _by_sample(tensors: Iterable[torch.Tensor]) -> dict[object, list[torch.Tensor]]:

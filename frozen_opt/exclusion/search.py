@@ -41,7 +41,7 @@ def search(
         needles: Floating-point tensors of one dimension, by name.
         hay: The same. Where two differ in precision, the lower one counts.
     """
-    found: dict[str, list[Spot]] = {}
+    spots: dict[str, list[Spot]] = {}
     rich: set[str] = set()
     for alike in _by_kind(dict(enumerate(hay))):
         for chosen in _by_kind(needles):
@@ -53,12 +53,12 @@ def search(
                 rich.update(anchors.names[owner] for owner in anchors.owners.bincount().nonzero())
                 for name, place, meeting in _meetings(anchors, alike, stride, dtype):
                     if _stands(needles[name], hay[place[0]], place[1], meeting, dtype):
-                        found.setdefault(name, []).append(place)
+                        spots.setdefault(name, []).append(place)
     poor = [name for name in needles if name not in rich]
     for name in poor:
         if equal := [(which, 0) for which, tensor in enumerate(hay) if _is_copy(needles[name], tensor)]:
-            found[name] = equal
-    return {name: found[name] for name in needles if name in found}, poor
+            spots[name] = equal
+    return {name: spots[name] for name in needles if name in spots}, poor
 
 
 def surplus(

@@ -75,20 +75,20 @@ def _alternatives(parts: list[Part]) -> list[list[Part]]:
     text = "".join(part if isinstance(part, str) else "{}" for part in parts)
     if " " in text:
         raise ValueError(f"{text!r} in braces has a space, which no name has: write {{q,k,v}}")
-    if found := re.fullmatch(r"([0-9]+)(-|:)([0-9]+)", text):
-        first, last = int(found[1]), int(found[3]) - (found[2] == ":")
+    if match := re.fullmatch(r"([0-9]+)(-|:)([0-9]+)", text):
+        first, last = int(match[1]), int(match[3]) - (match[2] == ":")
         raise ValueError(f"{text!r} in braces is no range: write {{{first}..{last}}}")
     if ".." not in text:
         return [parts]
-    found = _RANGE.fullmatch(text)
-    if not found:
+    match = _RANGE.fullmatch(text)
+    if not match:
         raise ValueError(f"{text!r} in braces is no range: a range goes from number to number, {{0..3}}")
-    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1) or 1
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1) or 1
     if abs(last - first) // step >= _LARGEST:
         raise ValueError(f"{text!r} in braces is more than {_LARGEST:,} numbers")
     numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-    padded = any(len(end) > 1 and end[0] == "0" for end in found.group(1, 2))
-    width = max(map(len, found.group(1, 2))) if padded else 0
+    padded = any(len(end) > 1 and end[0] == "0" for end in match.group(1, 2))
+    width = max(map(len, match.group(1, 2))) if padded else 0
     return [list(f"{number:0{width}}") for number in numbers]
 
 

@@ -107,8 +107,8 @@ def _meant(members: str) -> str | None:
         return None
     if "\\" in members or re.fullmatch(r"-[0-9]+|\[?:\w+:", members):
         return ""
-    if found := re.fullmatch(r"(-?[0-9]*):(-?[0-9]*)(?::(-?[0-9]+))?", members):
-        first, last, step = found[1] or "0", found[2], found[3]
+    if match := re.fullmatch(r"(-?[0-9]*):(-?[0-9]*)(?::(-?[0-9]+))?", members):
+        first, last, step = match[1] or "0", match[2], match[3]
         if not last or "-" in members or int(last) <= int(first):
             return ""
         return f"{{{first}..{int(last) - 1}{f'..{step}' if step else ''}}}"
@@ -191,8 +191,8 @@ def _strike_out_what_is_read(
     for name in (name for start in range(stride) for name in names[start::stride]):
         if not plain:
             return
-        if (found := regex.fullmatch(name)) is not None:
-            for place, text in zip(places, found.groups(), strict=True):
+        if (match := regex.fullmatch(name)) is not None:
+            for place, text in zip(places, match.groups(), strict=True):
                 if text in left.get(place, ()):
                     del left[place][text]
                     plain -= 1

@@ -55,5 +55,5 @@ _NUMBER = re.compile(r"[0-9]+$")  # `17`, and the `weight17` of grouped experts
 
 
 def _number(component: str) -> int:
-    found = _NUMBER.search(component)
-    return int(found[0]) if found else -1
+    match = _NUMBER.search(component)
+    return int(match[0]) if match else -1

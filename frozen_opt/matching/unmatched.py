@@ -81,19 +81,19 @@ def _matching(pattern: str, names: Names) -> Iterator[str]:
             yield ".".join([*parents, name])
 
 
-def _tell(pattern: str, found: Sequence[dict[str, Any]]) -> str:
+def _tell(pattern: str, told: Sequence[dict[str, Any]]) -> str:
     carves_out = pattern.startswith("!")
-    if carves_out and any(each["matches"] for each in found):
+    if carves_out and any(each["matches"] for each in told):
         return f"{pattern!r} takes nothing away from what the patterns before it select"
-    best = [pair for each in found for pair in each["closest"]]
+    best = [pair for each in told for pair in each["closest"]]
     closest = list(dict.fromkeys(name for _, name in sorted(best, key=lambda pair: -pair[0])))[:3]
     text = (
         f"{pattern!r} {'takes nothing away: it ' * carves_out}matches no parameter; "
         f"the closest names: {listing(closest)}"
     )
-    if buffers := [name for each in found for name in each["buffers"]]:
+    if buffers := [name for each in told for name in each["buffers"]]:
         text += f"; it matches {listing(buffers, 3)}, a buffer, and buffers are never frozen"
-    if meant := next((each["meant"] for each in found if each["meant"]), None):
+    if meant := next((each["meant"] for each in told if each["meant"]), None):
         text += f"; perhaps {meant!r} was meant"
     elif pattern in closest:
         text += f"; for the name {pattern!r} itself write {escape(pattern)!r}"

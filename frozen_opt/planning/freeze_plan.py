@@ -120,7 +120,7 @@ class FreezePlan(Freeze):
         else:
             refuse_frozen_before(self.role, optimizers)
         everywhere = self._agreement.share(untied, self.patterns)
-        broken = {name: other for found in everywhere for name, other in found.items()}
+        broken = {name: other for there in everywhere for name, other in there.items()}
         return Outcome(optimizers, broken, backend, bool(optimizers), second)
 
     def leave_traces(self, outcome: Outcome, report: FreezeReport) -> None:
