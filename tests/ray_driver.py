@@ -54,7 +54,7 @@ if __name__ == "__main__":
     told = {}
     for name, (actor, methods) in ACTORS.items():
         worker = actor.options(num_cpus=0).remote()
-        told[name] = {method: ray.get(worker.run.remote(method), timeout=60) for method in methods}
+        told[name] = {method: ray.get(worker.run.remote(method), timeout=300) for method in methods}
         ray.kill(worker)
     ray.shutdown()
     print(json.dumps(told))

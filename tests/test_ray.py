@@ -7,9 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.timeout(600)  # Ray starts slowly where others work as well
 def test_case_23_decorated_methods_freeze_in_actors_of_every_form() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
@@ -19,7 +22,7 @@ def test_case_23_decorated_methods_freeze_in_actors_of_every_form() -> None:
             env=environment | {"RAY_TMPDIR": folder},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
         )
     assert driver.returncode == 0, driver.stderr
     told = json.loads(driver.stdout.splitlines()[-1])
