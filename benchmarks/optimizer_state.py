@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import frozen_opt
 from benchmarks.common import Result, command_line, log_to_nowhere, size, table
 from benchmarks.launch import run_ranks
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 
 Factory = Callable[[nn.Module, Any], torch.optim.Optimizer]
 

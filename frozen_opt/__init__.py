@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     )
     from frozen_opt.planning.freeze_plan import FreezePlan as FreezePlan
     from frozen_opt.reports.freeze_report import FreezeReport as FreezeReport
-    from frozen_opt.reports.memory import (
+    from frozen_opt.reports.remembered import (
         metrics as metrics,
     )
-    from frozen_opt.reports.memory import (
+    from frozen_opt.reports.remembered import (
         report as report,
     )
-    from frozen_opt.reports.memory import (
+    from frozen_opt.reports.remembered import (
         reset as reset,
     )
 
@@ -89,7 +89,7 @@ _HOMES = {
     "plan": ["freeze_parameters", "plan_freezing"],
     "planning.freeze_plan": ["FreezePlan"],
     "reports.freeze_report": ["FreezeReport"],
-    "reports.memory": ["metrics", "report", "reset"],
+    "reports.remembered": ["metrics", "report", "reset"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -24,7 +24,7 @@ from frozen_opt.planning.together import Together, put_together
 from frozen_opt.ranks.agreement import Agreement
 from frozen_opt.ranks.collectives import Group
 from frozen_opt.reports.freeze_report import FreezeReport
-from frozen_opt.reports.memory import frozen_before, has_frozen
+from frozen_opt.reports.remembered import frozen_before, has_frozen
 
 
 def plan_freezing(

@@ -16,8 +16,8 @@ import pytest
 def _forget_frozen_roles() -> Iterator[None]:
     """Forget after each test what was frozen in it."""
     yield
-    if "frozen_opt.reports.memory" in sys.modules:
-        sys.modules["frozen_opt.reports.memory"].reset()
+    if "frozen_opt.reports.remembered" in sys.modules:
+        sys.modules["frozen_opt.reports.remembered"].reset()
 
 
 @pytest.fixture

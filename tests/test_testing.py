@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import frozen_opt
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 from frozen_opt.testing import assert_excluded, assert_frozen, assert_no_state, unchanged
 from tests.models import Transformer, train, transformer
 from tests.versions import needs_muon

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from frozen_opt.commands.bad_input import first_line
-from frozen_opt.optimizers import muon_split, optimizer_class
+from frozen_opt.optimizers_by_name import muon_split, optimizer_class
 from frozen_opt.parameters import trainable_found
 
 

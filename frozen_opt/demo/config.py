@@ -11,8 +11,8 @@ from omegaconf.errors import ConfigKeyError
 
 from frozen_opt.commands.bad_input import BadInput, first_line
 from frozen_opt.commands.yaml_input import check_interpolations, check_size, explain
+from frozen_opt.demo.backends import STRATEGIES
 from frozen_opt.demo.ppo import TASKS
-from frozen_opt.demo.strategies import STRATEGIES
 
 
 def load_config(overrides: Sequence[str]) -> Any:

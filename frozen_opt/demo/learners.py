@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
 import frozen_opt
 from frozen_opt.backends.bits import bits
 from frozen_opt.commands.bad_input import BadInput
-from frozen_opt.demo.strategies import STRATEGIES, Wrapped, rank_and_size, rebuild
+from frozen_opt.demo.backends import STRATEGIES, Wrapped, rank_and_size, rebuild
 from frozen_opt.parameters import resting_parameters
 from frozen_opt.ranks import collectives
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from frozen_opt.demo.backends import average, rank_and_size
 from frozen_opt.demo.learners import Learner
-from frozen_opt.demo.strategies import average, rank_and_size
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "copy": lambda questions: questions,

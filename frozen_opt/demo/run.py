@@ -13,11 +13,11 @@ from rich.console import Console
 
 import frozen_opt
 from frozen_opt.commands.bad_input import BadInput
+from frozen_opt.demo.backends import launched, rank_and_size
 from frozen_opt.demo.config import load_config, roles, schedule_of
 from frozen_opt.demo.learners import change_list, make_learners, moved
 from frozen_opt.demo.ppo import ppo_step
 from frozen_opt.demo.show import progress, summary
-from frozen_opt.demo.strategies import launched, rank_and_size
 
 
 def run(overrides: Sequence[str], out: Path) -> bool:

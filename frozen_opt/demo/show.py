@@ -11,8 +11,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import frozen_opt
+from frozen_opt.demo.backends import rank_and_size
 from frozen_opt.demo.learners import Learner, moved, state_bytes
-from frozen_opt.demo.strategies import rank_and_size
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from frozen_opt.exclusion.copies import find_copies
 from frozen_opt.exclusion.overlap import sharing_memory
 from frozen_opt.matching.places import Place
 from frozen_opt.matching.selection import Selection
-from frozen_opt.reports.memory import frozen_so_far, optimizers_elsewhere
+from frozen_opt.reports.remembered import frozen_so_far, optimizers_elsewhere
 
 Optimizers: TypeAlias = Sequence[tuple[Any, Sequence[torch.Tensor]]]
 """Optimizers, each with the model's parameters that it steps."""

@@ -13,7 +13,7 @@ import torch
 
 from frozen_opt.backends.bits import mixed_bits
 from frozen_opt.errors import FreezeConfigError, FrozenParameterChangedError, listing
-from frozen_opt.guards.watch import check
+from frozen_opt.guards.presence import check
 from frozen_opt.parameters import Model, resting_parameters
 from frozen_opt.ranks import collectives
 from frozen_opt.reports.freeze_report import Fingerprint, FreezeReport

@@ -10,7 +10,7 @@ from frozen_opt.backends.optimizer_search import require_optimizers
 from frozen_opt.errors import FrozenParameterInOptimizerError, listing
 from frozen_opt.exclusion.proof import held_by, refuse_a_strangers_optimizer, refuse_copies
 from frozen_opt.guards.fingerprint import compare, take_fingerprint
-from frozen_opt.guards.watch import check
+from frozen_opt.guards.presence import check
 from frozen_opt.parameters import Model, resting_parameters
 from frozen_opt.ranks.collectives import Group, together
 from frozen_opt.reports.freeze_report import Fingerprint, FreezeReport

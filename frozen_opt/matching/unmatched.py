@@ -12,7 +12,7 @@ from torch import nn
 
 from frozen_opt.errors import listing
 from frozen_opt.matching.braces import escape, without_braces
-from frozen_opt.matching.look_alikes import REGEX, candidates
+from frozen_opt.matching.doubtful_patterns import REGEX, candidates
 from frozen_opt.matching.names import walk
 from frozen_opt.matching.patterns import Matcher, is_well_formed
 

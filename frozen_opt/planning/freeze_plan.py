@@ -22,7 +22,7 @@ from frozen_opt.ranks.agreement import Agreement
 from frozen_opt.ranks.collectives import Group
 from frozen_opt.reports.freeze_report import Freeze, FreezeReport
 from frozen_opt.reports.log import log
-from frozen_opt.reports.memory import record, record_none
+from frozen_opt.reports.remembered import record, record_none
 
 
 class Outcome(NamedTuple):

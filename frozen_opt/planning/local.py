@@ -18,7 +18,7 @@ from frozen_opt.matching.names import Found, Step, Walk, module_list
 from frozen_opt.matching.places import Place
 from frozen_opt.matching.selection import Selection, Selector
 from frozen_opt.ranks import collectives
-from frozen_opt.reports.memory import Kept, first_flags, frozen_elsewhere
+from frozen_opt.reports.remembered import Kept, first_flags, frozen_elsewhere
 
 
 class Row(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frozen_opt.errors import FreezeConfigError, NothingTrainableError, listing
-from frozen_opt.matching import look_alikes
+from frozen_opt.matching import doubtful_patterns
 from frozen_opt.matching.order import in_model_order
 from frozen_opt.matching.selection import Selector
 from frozen_opt.planning.local import Row, nothing_left
@@ -67,7 +67,7 @@ def put_together(selector: Selector, findings: Sequence[Any]) -> Together:
         thawed=_distinct(name for names in thawed for name in names),
         warnings=[
             *_distinct(text for texts in warnings for text in texts),
-            *look_alikes.warnings(selector.patterns, rows, mapped=selector.name_map is not None),
+            *doubtful_patterns.warnings(selector.patterns, rows, mapped=selector.name_map is not None),
         ],
         split=next(filter(None, splits), ""),
         stuck=next(filter(None, stuck), ""),

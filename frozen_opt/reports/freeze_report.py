@@ -55,7 +55,7 @@ class FreezeReport(Freeze):
     )
     """The frozen parameters that this rank holds, and identity and shape of what `verify` found first."""
     _watch: list[Any] = field(default_factory=list, repr=False, compare=False)
-    """The one `guards.watch.Watch` by which `verify` looks again, if it has one."""
+    """The one `guards.presence.Watch` by which `verify` looks again, if it has one."""
     _second: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     """Of which of them a second network in the same optimizer has copies, and how many."""
 

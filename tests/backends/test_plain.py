@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import frozen_opt
 from frozen_opt import with_freezing
-from frozen_opt.optimizers import HybridMuon, build_optimizer
+from frozen_opt.optimizers_by_name import HybridMuon, build_optimizer
 from tests.models import moved, snapshot, train, transformer
 from tests.versions import MUON, needs_muon
 

@@ -269,7 +269,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     ],
 )
 def test_measured_state_is_what_a_real_step_keeps(optimizer: str, kwargs: dict[str, Any]) -> None:
-    from frozen_opt.optimizers import optimizer_class
+    from frozen_opt.optimizers_by_name import optimizer_class
 
     model = transformer(width=6)
     model.scale = nn.Parameter(torch.zeros(3, 4, 5))
@@ -283,7 +283,7 @@ def test_measured_state_is_what_a_real_step_keeps(optimizer: str, kwargs: dict[s
 
 @needs_muon
 def test_the_hybrid_muon_is_measured_as_it_is_built() -> None:
-    from frozen_opt.optimizers import build_optimizer
+    from frozen_opt.optimizers_by_name import build_optimizer
 
     model = transformer()
     optimizer = build_optimizer(model, {"optimizer_config": {"optimizer": "Muon", "lr": 0.01}})

@@ -10,7 +10,7 @@ from torch import nn
 
 import frozen_opt
 from frozen_opt import FreezeReport, migrate_optimizer_state
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 from tests.models import Transformer, train, transformer
 
 GATES, NORMS = ["*.mlp.gate.weight"], ["*.norm.weight"]

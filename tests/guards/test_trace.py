@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import frozen_opt
 from frozen_opt import ResumeMismatchError, migrate_optimizer_state, with_freezing
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 from tests.models import train, transformer
 from tests.versions import needs_muon
 

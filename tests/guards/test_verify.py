@@ -15,7 +15,7 @@ from torch import nn
 import frozen_opt
 from frozen_opt import FreezeReport
 from frozen_opt.backends import bits as shards
-from frozen_opt.guards import watch
+from frozen_opt.guards import presence
 from frozen_opt.matching.names import Walk, walk
 from tests.models import Transformer, train, transformer
 
@@ -236,7 +236,7 @@ def test_the_next_look_walks_only_if_something_has_changed(
         walks += 1
         return walk(*args)
 
-    monkeypatch.setattr(watch, "walk", counted)
+    monkeypatch.setattr(presence, "walk", counted)
     for _ in range(3):
         report.verify(model)
     assert walks == 1

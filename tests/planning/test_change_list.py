@@ -9,7 +9,7 @@ from torch import nn
 
 import frozen_opt
 from frozen_opt import migrate_optimizer_state, with_freezing
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 from tests.models import Transformer, train, transformer
 from tests.versions import MUON
 

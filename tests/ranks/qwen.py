@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frozen_opt import named_parameters, with_freezing
-from frozen_opt.optimizers import build_optimizer
+from frozen_opt.optimizers_by_name import build_optimizer
 from tests.versions import FUSED_EXPERTS
 
 PATTERNS = ["*.mlp.gate.weight", "model.layers.0.*", "!model.layers.0.self_attn.[qk]_*"]

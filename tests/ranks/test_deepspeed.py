@@ -12,7 +12,7 @@ from torch import nn
 import frozen_opt
 from frozen_opt.backends.deepspeed import DeepSpeedBackend
 from frozen_opt.backends.optimizer_search import find_optimizers
-from frozen_opt.optimizers import build_deepspeed_optimizer
+from frozen_opt.optimizers_by_name import build_deepspeed_optimizer
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
 from tests.versions import DEEPSPEED

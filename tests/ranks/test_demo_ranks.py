@@ -22,7 +22,7 @@ from frozen_opt.demo import config as demo_config
 from frozen_opt.demo import learners as demo_learners
 from frozen_opt.demo import ppo as demo_ppo
 from frozen_opt.demo import run as demo_run
-from frozen_opt.demo.strategies import launched, wrap_deepspeed
+from frozen_opt.demo.backends import launched, wrap_deepspeed
 from frozen_opt.parameters import resting_parameters
 from tests.ranks.launch import build_extensions, run_ranks
 from tests.versions import needs_fsdp2_on_cpu, needs_muon

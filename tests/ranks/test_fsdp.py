@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import frozen_opt
-from frozen_opt.optimizers import build_optimizer as build_by_config
-from frozen_opt.reports.memory import frozen_so_far
+from frozen_opt.optimizers_by_name import build_optimizer as build_by_config
+from frozen_opt.reports.remembered import frozen_so_far
 from tests.ranks import qwen
 from tests.ranks.launch import run_ranks
 from tests.versions import TORCH_2_6, needs_hsdp_on_cpu, needs_muon

@@ -9,7 +9,7 @@ import torch
 import frozen_opt
 from frozen_opt import named_parameters, with_freezing
 from frozen_opt.backends.optimizer_search import find_optimizers
-from frozen_opt.optimizers import build_megatron_optimizer
+from frozen_opt.optimizers_by_name import build_megatron_optimizer
 from tests.ranks.launch import run_ranks
 from tests.ranks.megatron_cpu import LENGTH, Layout, batches, meshes_on_cpu
 from tests.versions import MEGATRON

@@ -9,7 +9,7 @@ from torch import nn
 import frozen_opt
 from frozen_opt import with_freezing
 from frozen_opt.parameters import trainable_parameters
-from frozen_opt.reports.memory import frozen_so_far, optimizers_elsewhere
+from frozen_opt.reports.remembered import frozen_so_far, optimizers_elsewhere
 from tests.models import transformer
 
 

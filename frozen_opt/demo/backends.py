@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from frozen_opt.commands.bad_input import BadInput
-from frozen_opt.optimizers import build_deepspeed_optimizer, build_optimizer
+from frozen_opt.optimizers_by_name import build_deepspeed_optimizer, build_optimizer
 
 
 class Wrapped(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `verify` looks at: the frozen parameters, and the way through the modules to each of them.
+"""Is each frozen parameter still in the model, the same one and frozen? What every `verify` looks at.
 
 The first look walks over the whole model, and notes what it passed, all of it weakly. As long as each module
 still stands where it stood, the same parameters have the same names, so that the next look need not walk.

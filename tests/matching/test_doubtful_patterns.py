@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import frozen_opt
-from frozen_opt.matching.look_alikes import idle_alternatives, look_alike
+from frozen_opt.matching.doubtful_patterns import idle_alternatives, look_alike
 from frozen_opt.matching.patterns import Matcher
 from tests.models import flags, transformer
 from tests.ranks.launch import run_ranks
