@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import frozen_opt
 from benchmarks import common, copies, matching, optimizer_state, picture, ranks, training_step
-from tests.versions import MUON
+from tests.versions import MUON, needs_fsdp2_on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +86,7 @@ def shrunk(measure: Callable[..., Any], count: int, elements: int, repeats: int)
     return measure(count, elements >> 8, repeats)
 
 
+@needs_fsdp2_on_cpu
 def test_a_step_keeps_what_is_frozen_and_saves_its_gradients_and_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

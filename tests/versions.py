@@ -5,7 +5,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
-FUSED_EXPERTS = int(version("transformers").split(".")[0]) >= 5
+TRANSFORMERS = tuple(map(int, version("transformers").split(".")[:2]))
+
+FUSED_EXPERTS = TRANSFORMERS >= (5, 0)
 """Whether a Qwen3-MoE has one tensor for all experts of a layer, or one for each."""
 
 MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -25,6 +27,9 @@ needs_fused_experts = pytest.mark.skipif(
 )
 needs_quantized_shards = pytest.mark.skipif(
     TORCH < (2, 13), reason="FSDP2 of torch 2.11 takes only parameters of floating point; 2.13 takes all"
+)
+needs_gemma3 = pytest.mark.skipif(
+    TRANSFORMERS < (4, 52), reason="Megatron-Bridge imports what transformers has since 4.52"
 )
 needs_grouped_mlp = pytest.mark.skipif(not GROUPED_MLP, reason="megatron-core 0.17 has no GroupedMLP")
 MUON = pytest.param("Muon", marks=needs_muon)

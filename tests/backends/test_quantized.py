@@ -77,7 +77,7 @@ WEIGHTS: dict[str, Callable[[], nn.Module]] = {
     "torchao nf4": nf4,
     "bitsandbytes nf4": by_bitsandbytes("Linear4bit", quant_type="nf4"),
     "bitsandbytes fp4, double": by_bitsandbytes("Linear4bit", quant_type="fp4", compress_statistics=True),
-    "bitsandbytes nf4 in bf16": by_bitsandbytes("Linear4bit", quant_storage=torch.bfloat16),
+    "bitsandbytes nf4 in bf16": by_bitsandbytes("Linear4bit", quant_type="nf4", quant_storage=torch.bfloat16),
     "bitsandbytes int8": by_bitsandbytes("Linear8bitLt", has_fp16_weights=False),
 }
 RUNNING = [name for name in WEIGHTS if name not in ("torchao int4", "torchao nf4")]

@@ -153,6 +153,7 @@ def run_all(out: Path) -> list[Any]:
     return [train(out / strategy, [f"trainer.strategy={strategy}"], False) for strategy in STRATEGIES]
 
 
+@needs_fsdp2_on_cpu
 def test_every_strategy_learns_alike(tmp_path: Path) -> None:
     results, _ = run_ranks(run_all, 2, tmp_path, timeout=120)
     assert all(result["held"] for result in results)

@@ -15,11 +15,11 @@ from loguru import logger
 import frozen_opt
 from tests.ranks.launch import run_ranks
 from tests.ranks.megatron_cpu import HIDDEN, LENGTH, VOCABULARY, cpu, run_step
-from tests.versions import MEGATRON
+from tests.versions import MEGATRON, needs_gemma3
 
 BRIDGE = "megatron-bridge==" + ("0.3.1" if MEGATRON < (0, 17) else "0.6.2")
 
-pytestmark = pytest.mark.xdist_group("megatron")  # one worker installs it, once
+pytestmark = [needs_gemma3, pytest.mark.xdist_group("megatron")]  # one worker installs it, once
 
 
 @pytest.fixture(scope="module")

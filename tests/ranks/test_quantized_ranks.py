@@ -42,7 +42,7 @@ def train_sharded(kind: str, settings: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("Linear4bit", {"quant_storage": torch.bfloat16}),
+        ("Linear4bit", {"quant_type": "nf4", "quant_storage": torch.bfloat16}),
         pytest.param("Linear4bit", {"quant_type": "nf4"}, marks=needs_quantized_shards),
         pytest.param("Linear8bitLt", {"has_fp16_weights": False}, marks=needs_quantized_shards),
     ],

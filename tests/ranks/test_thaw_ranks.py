@@ -23,7 +23,7 @@ from tests.models import Transformer, snapshot, train, transformer
 from tests.planning import test_change_list
 from tests.ranks.launch import run_ranks
 from tests.ranks.test_offload import fsdp2, tensor_parallel, whole
-from tests.versions import MUON
+from tests.versions import MUON, needs_hsdp_on_cpu
 
 LISTS = [["*.gate.weight", "*.attention.weight"], ["layers.0.*"], []]
 
@@ -70,7 +70,10 @@ def sharded_run(build: Any) -> list[dict[str, torch.Tensor]]:
     return through_the_lists(build())
 
 
-@pytest.mark.parametrize(("build", "ranks"), [(fsdp2, 2), (hsdp, 4), (tensor_parallel, 2), (fsdp1, 2)])
+@pytest.mark.parametrize(
+    ("build", "ranks"),
+    [(fsdp2, 2), pytest.param(hsdp, 4, marks=needs_hsdp_on_cpu), (tensor_parallel, 2), (fsdp1, 2)],
+)
 def test_sharded_models_train_what_thaws_as_one_process_does(build: Any, ranks: int) -> None:
     expected = through_the_lists(transformer())
     for found in run_ranks(sharded_run, ranks, build, timeout=120):
