@@ -7,8 +7,9 @@ range and a list mix (`{0..3,7}`), braces nest, and within `[...]` a brace is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, Union
+from collections.abc import Iterable, Iterator, Sequence
+from string import ascii_letters, digits
+from typing import TypeAlias, Union
 
 Part: TypeAlias = Union[str, "Choice"]
 """`*`, `?`, a class such as `[!a-z]`, another character; or braces."""
@@ -130,6 +131,7 @@ def without_braces(glob: str) -> str:
 # Names to patterns
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)")  # what str(int) writes: 07 is 0 and 7
+_NO_DIGITS = ascii_letters + "._"
 
 
 def escape(text: str) -> str:
@@ -143,24 +145,46 @@ def fold(names: Sequence[str]) -> list[str]:
 
     Nothing is lost, and nothing added: together the patterns select these names.
     """
-    # The texts between numbers -> for each name that has them, its numbers.
-    folded: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-    for name in names:
-        parts = _NUMBER.split(name)
-        folded.setdefault(tuple(parts[::2]), []).append(tuple(parts[1::2]))
+    # The texts between numbers -> for the names that have them, the numbers in each place.
+    folded: dict[tuple[str, ...], list[tuple[frozenset[str], ...]]] = {}
+    for (head, tail), last in _by_last_number(names).items():
+        parts = _NUMBER.split(head)
+        between, numbers = parts[::2], [frozenset([number]) for number in parts[1::2]]
+        if tail is not None:
+            between.append(tail)
+            numbers.append(frozenset(last))
+        folded.setdefault(tuple(between), []).append(tuple(numbers))
     lines = []
     for texts, rows in folded.items():
         for place in reversed(range(len(texts) - 1)):
             # Rows that agree in all other places become one, with the set of their numbers in this place.
-            merged: dict[tuple[Any, ...], set[str]] = {}
-            for row in rows:
-                merged.setdefault(row[:place] + row[place + 1 :], set()).add(row[place])
+            merged: dict[tuple[frozenset[str], ...], set[str]] = {}
+            for one in rows:
+                merged.setdefault(one[:place] + one[place + 1 :], set()).update(one[place])
             rows = [(*rest[:place], frozenset(values), *rest[place:]) for rest, values in merged.items()]
         texts = (escape(texts[0]), *(re.sub(r"[*?[{}]", r"[\g<0>]", text) for text in texts[1:]))
-        for row in rows:
-            written = [*(_runs(values) for values in row), ""]
+        for one in rows:
+            written = [*(_runs(values) for values in one), ""]
             lines.append("".join(text + number for text, number in zip(texts, written, strict=True)))
     return lines
+
+
+def _by_last_number(names: Iterable[str]) -> dict[tuple[str, str | None], set[str]]:
+    """What stands before and after the last number -> the numbers there; nothing after, if there is none.
+
+    Without a regex: a large model has names by the ten thousand that differ there alone.
+    """
+    found: dict[tuple[str, str | None], set[str]] = {}
+    for name in names:
+        body = name.rstrip(_NO_DIGITS)
+        run = body[len(body.rstrip(digits)) :]
+        if run:
+            number = run.lstrip("0") or "0"
+            key = (body[: -len(number)], name[len(body) :])
+            found.setdefault(key, set()).add(number)
+        else:
+            found[name, None] = set()
+    return found
 
 
 def _runs(values: frozenset[str]) -> str:

@@ -8,8 +8,9 @@ at the root and anywhere below it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -80,8 +81,8 @@ class Walk:
     chunks: Sequence[nn.Module]
     found: list[Found] = field(default_factory=list)
     """Parameters with a verdict, in model order, tied ones under each of their names."""
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    """All of them, in model order, tied ones as often as they have names."""
+    tables: list[Mapping[str, nn.Parameter | None]] = field(default_factory=list)
+    """Of each module its parameters by attribute, in model order."""
     wrappers: list[nn.Module] = field(default_factory=list)
     """The execution wrappers met."""
     buffered: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -89,9 +90,23 @@ class Walk:
     classes: set[str] = field(default_factory=set)
     """Qualified names of all classes (bases included) of which the model holds an instance."""
 
+    def each_parameter(self) -> Iterator[nn.Parameter]:
+        """All of them, in model order, tied ones as often as they have names; just now, not as of the walk.
+
+        To touch the memory of each costs a third of the walk.
+        """
+        return (each for table in self.tables for each in table.values() if each is not None)
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """`each_parameter`, when first asked for."""
+        return list(self.each_parameter())
+
 
 class _Everything:
     """A matcher's state in which every name gets a verdict: for walks that want all parameters."""
+
+    may_end = True
 
     def __init__(self) -> None:
         self.after = defaultdict[str, _Everything](lambda: self)
@@ -134,9 +149,9 @@ class _Visitor:
             state: The matcher's, after this prefix.
             step: The last one on the way to it.
         """
-        found, parameters = self.walk.found, self.walk.parameters
-        plain, ancestors, renumbered = self.plain, self.ancestors, self.renumbered
+        plain, tables, ancestors = self.plain, self.walk.tables, self.ancestors
         wrapped = None if type(module) in plain else self._special(module)
+        renumbered = self.renumbered
         local = renumbered.get(id(module)) if renumbered else None
         if module._parameters or module._buffers:
             self._take(module, prefix, state, step, local)
@@ -148,36 +163,33 @@ class _Visitor:
                     self.visit(child, prefix, state, (step, module, key, child))
                 continue
             name = key if local is None else local.get(key, key)
-            there = after[name]
-            if child._modules or type(child) not in plain or renumbered:
+            inside = child.__dict__  # at half the cost of three attributes of a module
+            if inside["_modules"] or type(child) not in plain or renumbered:
                 if id(child) not in ancestors:
-                    self.visit(child, f"{prefix}{name}.", there, (step, module, key, child))
+                    self.visit(child, f"{prefix}{name}.", after[name], (step, module, key, child))
                 continue
             # A leaf of a class that is known by now, as most modules are: a call would double its cost.
-            verdicts = there.verdicts
-            for attribute, parameter in child._parameters.items():
-                if parameter is not None:
-                    parameters.append(parameter)
-                    verdict = verdicts[attribute]
-                    if verdict is not None:
-                        last = (step, module, key, child)
-                        whole = f"{prefix}{name}.{attribute}"
-                        found.append(Found(whole, attribute, parameter, child, verdict, last))
-            if child._buffers:
-                self.walk.buffered.append((f"{prefix}{name}.", child))
+            there = after[name]
+            if there.may_end or inside["_buffers"]:
+                self._take(child, f"{prefix}{name}.", there, (step, module, key, child), None)
+            else:
+                tables.append(inside["_parameters"])
         ancestors.discard(id(module))
 
     def _take(
         self, module: nn.Module, prefix: str, state: Any, step: Step | None, local: Mapping[str, str] | None
     ) -> None:
         """Take in a module's own parameters, and that it has buffers."""
-        for attribute, parameter in module._parameters.items():
+        parameters, found, verdicts = module._parameters, self.walk.found, state.verdicts
+        self.walk.tables.append(parameters)
+        for attribute, parameter in parameters.items():
             if parameter is None:  # a Linear without bias holds None under that name
                 continue
-            self.walk.parameters.append(parameter)
             name = attribute if local is None else local.get(attribute, attribute)
-            if (verdict := state.verdicts[name]) is not None:
-                self.walk.found.append(Found(prefix + name, attribute, parameter, module, verdict, step))
+            if (verdict := verdicts[name]) is not None:
+                found.append(
+                    tuple.__new__(Found, (prefix + name, attribute, parameter, module, verdict, step, (), ()))
+                )
         if module._buffers:
             self.walk.buffered.append((prefix, module))
 

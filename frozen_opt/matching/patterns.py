@@ -104,11 +104,13 @@ class _Answers(dict[str, T]):
 class State:
     """The automaton after some text. What follows is kept, so that a walk looks most of it up."""
 
-    __slots__ = ("after", "bits", "characters", "matcher", "verdicts")
+    __slots__ = ("after", "bits", "characters", "matcher", "may_end", "verdicts")
 
     def __init__(self, matcher: Matcher, bits: int) -> None:
         self.matcher = matcher
         self.bits = bits
+        self.may_end = matcher.may_end(bits)
+        """Whether a pattern may match here with one more component; most modules are asked no further."""
         self.characters: dict[str, State] = {}
         self.after: Mapping[str, State] = _Answers(lambda component: self.read(component + "."))
         """Name of a submodule -> the state after it."""
@@ -151,6 +153,7 @@ class Matcher:
         self._jumps: dict[int, int] = {}  # a position at a brace -> those, to its right, that go on from it
         self._sources = 0
         self._ends: list[int] = []  # for each pattern, the bit that says it has matched
+        self._last = 0  # the positions from which a pattern may end with no dot in between
         self._states: dict[int, State] = {}
         starts = position = 0
         for pattern in self.patterns:
@@ -158,6 +161,7 @@ class Matcher:
             position = self._lay_out(braces.parse(pattern.removeprefix("!")), position)
             self._ends.append(1 << position)
             position += 1
+        self._last = self._before_the_ends()
         self.start = self.state(starts)
 
     def _lay_out(self, parts: Sequence[braces.Part], position: int) -> int:
@@ -180,6 +184,21 @@ class Matcher:
                 self._jumps |= {entry: starts, **dict.fromkeys(ends, 1 << position)}
                 self._sources |= sum(ends, entry)
         return position
+
+    def _before_the_ends(self) -> int:
+        """The positions from which some end is reached over no `.`; at braces perhaps a few too many."""
+        dots, reached, more = self._elements.get(".", 0), 0, sum(self._ends)
+        while reached != more:
+            reached = more
+            more |= (reached >> 1) & ~dots
+            more |= sum(
+                source for source, targets in self._jumps.items() if targets & reached and not source & more
+            )
+        return reached
+
+    def may_end(self, bits: int) -> bool:
+        """Whether a pattern may match a name of which one component is yet to be read."""
+        return bool(bits & self._last)
 
     def verdict_on(self, *names: str) -> Verdict | None:
         """What the patterns say of a parameter with these whole names: each matches by any of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any, cast
 
 from torch import nn
@@ -151,10 +152,17 @@ class Selector:
         return FreezeConfigError(f"{self.about}: {text}")
 
 
-def _has_ties(walk: Walk) -> bool:
+def _has_ties(walked: Walk) -> bool:
     """Whether a parameter on which the patterns have a say has another name, whatever they say of that."""
-    ids = {id(found.parameter) for found in walk.found}
-    return sum(map(ids.__contains__, map(id, walk.parameters))) > len(ids)
+    # One in two places has a reference more than one in one place: few are to be looked for among all.
+    (usual,) = _references(walk([nn.Linear(1, 1, bias=False, device="meta")]).found)
+    counts = zip(walked.found, _references(walked.found), strict=True)
+    ids = {id(found.parameter) for found, count in counts if count > usual}
+    return bool(ids) and sum(id(parameter) in ids for parameter in walked.each_parameter()) > len(ids)
+
+
+def _references(found: Iterable[Found]) -> list[int]:
+    return [getrefcount(each.parameter) for each in found]
 
 
 def _lookup_in(name_map: Any) -> Callable[[str], Any]:

@@ -86,7 +86,7 @@ def look(model: object, selector: Selector, before: Mapping[Place, Kept], group:
     thawed = _standing_at(thawing)
     _refuse(selector, backend.thaw_refusal(walk, thawed) if thawed else None)
     trainable = bool(thawed) or any(
-        parameter.requires_grad and id(parameter) not in names for parameter in walk.parameters
+        parameter.requires_grad and id(parameter) not in names for parameter in walk.each_parameter()
     )
     tied = any(found.ties for found in chosen)
     standing = [each for found in chosen for each in (found, *found.ties)] if tied else chosen

@@ -51,9 +51,7 @@ def tiny(family: str) -> tuple[Any, type[Any]]:
     [
         pytest.param(
             family,
-            marks=pytest.mark.skipif(
-                family not in CONFIG_MAPPING, reason="this transformers is older than it"
-            ),
+            marks=pytest.mark.skipif(family not in CONFIG_MAPPING, reason="transformers is older"),
         )
         for family in FAMILIES
     ],
