@@ -54,6 +54,8 @@ def _around(walk: Walk, touched: Sequence[Found]) -> Iterator[Any]:
     """The DDPs in the model, and those around it that hold a parameter to be touched."""
     here = [wrapper for wrapper in walk.wrappers if isinstance(wrapper, DistributedDataParallel)]
     yield from here
+    if not living:
+        return
     ids = {id(found.parameter) for found in touched}
 
     def outside() -> list[Any]:

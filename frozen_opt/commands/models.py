@@ -211,7 +211,7 @@ def _tree(shapes: Shapes, path: Path) -> tuple[nn.Module, bool]:
     except RuntimeError as error:
         raise BadInput(f"{path} has a tensor of impossible shape: {first_line(error)}") from error
     root = _Node()
-    for name in in_model_order({name: name for name in shapes}, findings=2):  # files have another order
+    for name in in_model_order({name: name for name in shapes}):  # files have another order
         module = root
         *parents, attribute = name.split(".")
         for parent in parents:

@@ -150,7 +150,10 @@ def launched(config: Any) -> Iterator[None]:
     except Exception as error:  # torch's as well
         raise BadInput(f"no ranks on trainer.device={trainer.device}: {shorten(str(error), 200)}") from error
     yield
-    dist.destroy_process_group()  # not after an error: others may wait in a collective, which this would join
+    # Not after an error: others may wait in a collective, which this would join. Nor gloo's: torch 2.6 may
+    # wait for its thread for ever, and holds the GIL that the thread needs to drop its last work.
+    if dist.get_backend() != "gloo":
+        dist.destroy_process_group()
 
 
 def rank_and_size() -> tuple[int, int]:

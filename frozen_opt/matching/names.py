@@ -89,6 +89,8 @@ class Walk:
     """The modules with buffers, after what their canonical names begin with."""
     classes: set[str] = field(default_factory=set)
     """Qualified names of all classes (bases included) of which the model holds an instance."""
+    repeats: bool = False
+    """Whether it met a module with modules inside it in several places."""
 
     def each_parameter(self) -> Iterator[nn.Parameter]:
         """All of them, in model order, tied ones as often as they have names; just now, not as of the walk.
@@ -132,13 +134,14 @@ def walk(chunks: Sequence[nn.Module], state: Any = None) -> Walk:
 class _Visitor:
     """A walk under way."""
 
-    __slots__ = ("ancestors", "plain", "renumbered", "walk")
+    __slots__ = ("inside", "plain", "renumbered", "walk")
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
         self.plain: set[type] = set()  # classes of which nothing special is known
         self.renumbered: dict[int, Mapping[str, str]] = {}
-        self.ancestors: set[int] = set()  # a module may hold its own ancestor; torch's walk ends there too
+        # Id of a module -> is the walk in it? One may hold its own ancestor; torch's walk ends there too.
+        self.inside: dict[int, bool] = {}
 
     def visit(self, module: nn.Module, prefix: str, state: Any, step: Step | None) -> None:
         """Visit a module and all below it.
@@ -149,47 +152,53 @@ class _Visitor:
             state: The matcher's, after this prefix.
             step: The last one on the way to it.
         """
-        plain, tables, ancestors = self.plain, self.walk.tables, self.ancestors
+        plain, tables, inside, make = self.plain, self.walk.tables, self.inside, tuple.__new__
         wrapped = None if type(module) in plain else self._special(module)
         renumbered = self.renumbered
         local = renumbered.get(id(module)) if renumbered else None
-        if module._parameters or module._buffers:
+        if id(module) in inside:
+            self.walk.repeats = True
+        inside[id(module)] = True
+        held = module.__dict__  # an attribute of a module takes twice as long as a key
+        if held["_parameters"] or held["_buffers"]:
             self._take(module, prefix, state, step, local)
         after = state.after
-        ancestors.add(id(module))
-        for key, child in module._modules.items():
+        for key, child in held["_modules"].items():
             if child is None or key == wrapped:
-                if child is not None and id(child) not in ancestors:
+                if child is not None and not inside.get(id(child)):
                     self.visit(child, prefix, state, (step, module, key, child))
                 continue
             name = key if local is None else local.get(key, key)
-            inside = child.__dict__  # at half the cost of three attributes of a module
-            if inside["_modules"] or type(child) not in plain or renumbered:
-                if id(child) not in ancestors:
-                    self.visit(child, f"{prefix}{name}.", after[name], (step, module, key, child))
+            held, there = child.__dict__, after[name]
+            if held["_modules"] or type(child) not in plain or renumbered:
+                if not inside.get(id(child)):
+                    self.visit(child, f"{prefix}{name}.", there, (step, module, key, child))
                 continue
             # A leaf of a class that is known by now, as most modules are: a call would double its cost.
-            there = after[name]
-            if there.may_end or inside["_buffers"]:
-                self._take(child, f"{prefix}{name}.", there, (step, module, key, child), None)
-            else:
-                tables.append(inside["_parameters"])
-        ancestors.discard(id(module))
+            table = held["_parameters"]
+            tables.append(table)
+            if held["_buffers"]:
+                self.walk.buffered.append((f"{prefix}{name}.", child))
+            if not there.may_end:
+                continue
+            verdicts = there.verdicts
+            for attribute, parameter in table.items():
+                if parameter is not None and (verdict := verdicts[attribute]) is not None:
+                    found = (f"{prefix}{name}.{attribute}", attribute, parameter, child, verdict)
+                    self.walk.found.append(make(Found, (*found, (step, module, key, child), (), ())))
+        inside[id(module)] = False
 
     def _take(
         self, module: nn.Module, prefix: str, state: Any, step: Step | None, local: Mapping[str, str] | None
     ) -> None:
         """Take in a module's own parameters, and that it has buffers."""
-        parameters, found, verdicts = module._parameters, self.walk.found, state.verdicts
-        self.walk.tables.append(parameters)
-        for attribute, parameter in parameters.items():
+        self.walk.tables.append(module._parameters)
+        for attribute, parameter in module._parameters.items():
             if parameter is None:  # a Linear without bias holds None under that name
                 continue
             name = attribute if local is None else local.get(attribute, attribute)
-            if (verdict := verdicts[name]) is not None:
-                found.append(
-                    tuple.__new__(Found, (prefix + name, attribute, parameter, module, verdict, step, (), ()))
-                )
+            if (verdict := state.verdicts[name]) is not None:
+                self.walk.found.append(Found(prefix + name, attribute, parameter, module, verdict, step))
         if module._buffers:
             self.walk.buffered.append((prefix, module))
 

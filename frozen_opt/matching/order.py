@@ -9,19 +9,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def in_model_order(rows: Mapping[str, T], findings: int) -> list[T]:
+def in_model_order(rows: Mapping[str, T]) -> list[T]:
     """The rows of all ranks in model order.
 
-    One finding is in that order already. Pipeline stages and expert-parallel ranks each hold a part: the
-    parts are merged as a tree of name components, with numbered siblings (layers, experts) by number and
-    all others as they were first met.
+    Pipeline stages and expert-parallel ranks each hold a part: the parts are merged as a tree of name
+    components, with numbered siblings (layers, experts) by number and all others as they were first met.
 
     Args:
         rows: Canonical name -> row, in the order of the ranks.
-        findings: How many distinct findings of ranks the rows come from.
     """
-    if findings == 1:
-        return list(rows.values())
     tree: dict[str, Any] = {}
     for name, row in rows.items():
         node = tree

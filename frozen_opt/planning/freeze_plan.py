@@ -168,7 +168,9 @@ def _report(plan: FreezePlan, outcome: Outcome) -> FreezeReport:
     more_elements = sum(plan._tied_elements[other] for other in untied.values())
     values = {each.name: getattr(plan, each.name) for each in fields(Freeze)} | {
         "backend": outcome.backend,
-        "names": tuple(each for name in plan.names for each in (name, *apart.get(name, ()))),
+        "names": tuple(each for name in plan.names for each in (name, *apart.get(name, ())))
+        if apart
+        else plan.names,
         "element_count": plan.element_count + more_elements,
         "ties": {
             name: rest
@@ -209,7 +211,7 @@ def _change(local: Local) -> Iterator[nn.Parameter]:
         _set_flag(place, True)
     for place in local.freezing:
         if (parameter := place()) is not None:
-            parameter.requires_grad_(False)
+            parameter.requires_grad = False  # `requires_grad_` takes three times as long
             yield parameter
 
 

@@ -58,7 +58,9 @@ def put_together(selector: Selector, findings: Sequence[Any]) -> Together:
     Raises:
         FreezeConfigError: The ranks don't hold the same model.
     """
-    rows = in_model_order(_by_name(findings, selector.role), len(findings))
+    # One finding is this rank's own, in model order already.
+    alone = len(findings) == 1
+    rows = findings[0][0] if alone else in_model_order(_by_name(findings, selector.role))
     _, thawed, warnings, splits, stuck, trainable = zip(*findings, strict=True)
     return Together(
         selector,
@@ -76,8 +78,6 @@ def put_together(selector: Selector, findings: Sequence[Any]) -> Together:
 
 
 def _by_name(findings: Sequence[Any], role: str) -> dict[str, Row]:
-    if len(findings) == 1:
-        return {row[0]: Row(*row) if type(row) is list else row for row in findings[0][0]}
     rows: dict[str, Row] = {}
     for told, *_ in findings:
         for row in (Row(*row) for row in told):

@@ -53,6 +53,27 @@ def test_walking_component_by_component_says_the_same_as_the_whole_name(
     while len(path) > 1:
         state = state.after[path.popleft()]
     assert state.verdicts[path[0]] == matcher.verdict_on(".".join(components))
+    assert state.may_end or state.verdicts[path[0]] is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ending"),
+    [
+        ("*.gate.weight", ["gate"]),
+        ("*.weight", ["gate", "up", "down"]),
+        ("*.ga*", ["gate", "up", "down"]),
+        ("mlp.gate*", ["gate"]),
+        ("mlp.*.[!w]*", ["gate", "up", "down"]),
+        ("mlp.{gate,up.proj}.weight", ["gate"]),
+        ("mlp.up.{weight,proj.weight}", ["up"]),
+        ("mlp.up[.]weight", ["up"]),
+    ],
+)
+def test_only_modules_where_a_pattern_may_end_are_asked_for_their_parameters(
+    pattern: str, ending: list[str]
+) -> None:
+    inside = Matcher([pattern]).start.after["mlp"]
+    assert [name for name in ("gate", "up", "down") if inside.after[name].may_end] == ending
 
 
 # Braces

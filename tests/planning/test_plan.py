@@ -4,6 +4,7 @@ import contextlib
 import gc
 import re
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -85,6 +86,20 @@ def test_case_04_on_a_real_tied_model() -> None:
     assert not model.lm_head.weight.requires_grad
 
 
+@pytest.mark.parametrize(
+    "shared", [lambda: nn.Linear(2, 2), lambda: nn.Sequential(nn.Linear(2, 2, bias=False))]
+)
+@pytest.mark.parametrize("first", ["one", "other"])
+def test_a_module_in_two_places_ties_its_parameters(shared: Callable[[], nn.Module], first: str) -> None:
+    block = shared()
+    model = nn.ModuleDict({"one": block, "other": block, "head": nn.Linear(2, 2)})
+    (*_, name) = (name for name, _ in block.named_parameters())
+    report = frozen_opt.freeze_parameters(model, [f"{first}.{name}"], role="policy")
+    assert report.ties == {f"one.{name}": (f"other.{name}",)}
+    with pytest.raises(frozen_opt.FreezeConfigError, match="are one tensor"):
+        frozen_opt.freeze_parameters(model, ["o*", f"!other.{name}"], role="policy")
+
+
 def test_a_carve_out_that_splits_a_tie_is_an_error() -> None:
     model = transformer(tied=True)
     with pytest.raises(
@@ -141,7 +156,7 @@ def test_parts_of_a_model_merge_in_model_order(parts: int, random: object) -> No
         holders[dealt[int(name.split(".")[1])]].append(name)
     holders[-1].append("head.weight")
     rows = {name: name for held in holders for name in held}
-    merged = in_model_order(rows, parts)
+    merged = in_model_order(rows)
     assert merged == [names[0], *inner, names[-1]]
 
 
